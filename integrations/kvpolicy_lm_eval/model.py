@@ -40,14 +40,13 @@ from kvpolicy_lm_eval.arguments import (
 )
 from kvpolicy_lm_eval.held_back import NOTHING_HELD
 from kvpolicy_lm_eval.prefixes import (
-    Group,
     SharedText,
     Tokens,
     behind_prefix,
     check_processes,
     read_least,
 )
-from kvpolicy_lm_eval.request_groups import group_by_task, group_prompts, join_tasks
+from kvpolicy_lm_eval.request_groups import group_by_task, join_tasks, share_prefixes, without_prefixes
 from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle
 from kvpolicy_lm_eval.scoring import Answer, Groups, Scorer
 from kvpolicy_lm_eval.stats import Stats
@@ -313,24 +312,21 @@ class KVPolicyLM(HFLM):
         groups = group_by_task(kind, requests, self.tok_encode)
         if self.world_size > 1:
             groups = join_tasks(groups, self.batch_size)
+        if self.least_prefix and kind == "generate_until":
+            together = share_prefixes(requests, groups, self.tok_encode, self.least_prefix)
+        else:
+            together = without_prefixes(groups)
         answers: list[Any] = [None] * len(requests)
-        for (task, held_back), indices in groups.items():
+        for task, held_back, prefix, members in together:
             self.stats.current = f"{task}/{kind}"
-            self.stats.now.requests += len(indices)
+            self.stats.now.requests += len(members)
             self._held_back = held_back
-            for text, members in self._texts(kind, requests, indices):
-                with self._sharing(text), without_warning_of_few_tokens():
-                    task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
-                for index, task_answer in zip(members, task_answers, strict=True):
-                    answers[index] = task_answer
+            with self._sharing(prefix), without_warning_of_few_tokens():
+                task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
+            for index, task_answer in zip(members, task_answers, strict=True):
+                answers[index] = task_answer
         self._held_back = NOTHING_HELD
         return answers
-
-    def _texts(self, kind: str, requests: list[Any], indices: list[int]) -> list[Group]:
-        """Prompts to generate from, by their common prefixes; of other requests, all in one group."""
-        if not self.least_prefix or kind != "generate_until":
-            return [Group((), indices)]
-        return group_prompts(requests, indices, self.tok_encode, self._held_back.tokens, self.least_prefix)
 
     @contextmanager
     def _sharing(self, prefix: Tokens) -> Generator[None]:

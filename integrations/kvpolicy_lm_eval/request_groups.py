@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval.held_back import HeldBack, find_held_back
-from kvpolicy_lm_eval.prefixes import Group, group_by_prefix
+from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
 
 TaskGroups = dict[tuple[str, HeldBack], list[int]]
 """Indices of requests, by the name of their task and by what they hold back."""
@@ -47,22 +47,54 @@ def join_tasks(groups: TaskGroups, batch_size: int | str) -> TaskGroups:
     return joined
 
 
-def group_prompts(
-    requests: Sequence[Any], indices: list[int], encode: Callable[[str], list[int]], held_back: int, least: int
-) -> list[Group]:
-    """Group prompts to generate from by their common prefixes; those that share none are one group.
+class Sharing(NamedTuple):
+    """Requests that are answered together.
+
+    Attributes:
+        task: Their task.
+        held_back: What they hold back; the most of them behind a common prefix.
+        prefix: The tokens that all of them begin with, and share; none if they share none.
+        members: Their indices.
+    """
+
+    task: str
+    held_back: HeldBack
+    prefix: Tokens
+    members: list[int]
+
+
+def without_prefixes(groups: TaskGroups) -> list[Sharing]:
+    """The same groups, whose requests share nothing."""
+    return [Sharing(task, held_back, (), indices) for (task, held_back), indices in groups.items()]
+
+
+def share_prefixes(
+    requests: Sequence[Any], groups: TaskGroups, encode: Callable[[str], list[int]], least: int
+) -> list[Sharing]:
+    """Group prompts to generate from by their common prefixes; those that share none stay in their groups.
+
+    Questions of different lengths about one text share it: what is compressed of their prompts is the same.
 
     Args:
         requests: The requests of lm-eval.
-        indices: Which of them to group.
+        groups: The requests by task and by what they hold back.
         encode: Encodes a text as tokens.
-        held_back: How many tokens at the end of a prompt are held back.
         least: The fewest tokens of a prefix.
     """
-    behind = max(held_back, 1)
-    prompts = [tuple(encode(requests[index].args[0]))[:-behind] for index in indices]
-    found = group_by_prefix(prompts, least)
-    alone = [member for group in found if len(group.members) == 1 for member in group.members]
-    shared = [group for group in found if len(group.members) > 1]
-    groups = [*shared, Group((), alone)] if alone else shared
-    return [Group(prefix, [indices[member] for member in members]) for prefix, members in groups]
+    found: list[Sharing] = []
+    # A prompt that is compressed whole shares no more than all of it but a token, which would be less than the others.
+    kinds: defaultdict[tuple[str, bool, bool], list[tuple[HeldBack, int]]] = defaultdict(list)
+    for (task, held_back), indices in groups.items():
+        kinds[task, held_back.beyond, held_back.tokens > 0] += [(held_back, index) for index in indices]
+    for (task, _, _), members in kinds.items():
+        prompts = [tuple(encode(requests[index].args[0]))[: -max(own.tokens, 1)] for own, index in members]
+        alone: TaskGroups = defaultdict(list)
+        for prefix, places in group_by_prefix(prompts, least):
+            if len(places) > 1:
+                most = max(members[place][0] for place in places)
+                found.append(Sharing(task, most, prefix, [members[place][1] for place in places]))
+            else:
+                own, index = members[places[0]]
+                alone[task, own].append(index)
+        found += without_prefixes(alone)
+    return found

@@ -187,6 +187,32 @@ def test_each_document_is_prefilled_once(
     assert now["kv_bytes"] < before["kv_bytes"] and now["full_kv_bytes"] == before["full_kv_bytes"]
 
 
+def test_questions_of_different_lengths_share_the_text_that_is_compressed_before_them(
+    make: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each document is prefilled once; a prompt without a question that is held back is no part of its group."""
+    documents = sorted({text.rpartition("\n")[0] for text in texts})[:2]
+    asked = [(document, name) for name in ("a tiger=", "a lion, a wolf=", "a lion =") for document in documents]
+    requests = instances("generate_until", [(f"{a}\n{b}", {"until": ["\n"], "max_gen_toks": 6}) for a, b in asked])
+    for request, (_, question) in zip(requests, asked, strict=True):
+        request.doc = {"held_back": question, "beyond": True}
+    requests += instances("generate_until", [(text, {"until": ["\n"], "max_gen_toks": 6}) for text in documents])
+    made: list[tuple[int, int]] = []
+    fork = kvpolicy.PolicyCache.fork
+
+    def noted(self: Any, rows: Any = None, **kwargs: Any) -> Any:
+        made.append((len(rows), self.get_seq_length()))
+        return fork(self, rows, **kwargs)
+
+    monkeypatch.setattr(kvpolicy.PolicyCache, "fork", noted)
+    plain = make("full", batch_size=4).generate_until(requests, disable_tqdm=True)
+    assert made == []
+    grouped = make("full", batch_size=4, group_by_prefix=32)
+    assert grouped.generate_until(requests, disable_tqdm=True) == plain
+    # The questions begin alike, and are no part of the prefix even so.
+    assert sorted(made) == sorted((3, len(grouped.tok_encode(f"{document}\n"))) for document in documents)
+
+
 def test_a_prompt_that_was_cut_is_answered_alone(make: Any, questions: list[Instance]) -> None:
     """lm-eval cuts the beginning of prompts that do not fit, which then have another prefix."""
     lm = make("full", group_by_prefix=32, max_length=80)
