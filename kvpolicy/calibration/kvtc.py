@@ -53,12 +53,13 @@ def find_kvtc(run: Run, ratios: Sequence[int], layers: int, tokens: int, seed: i
     tensors: dict[str, Tensor] = {}
     for span in run.bar(spans, "components"):
         for side in SIDES:
-            own = [samples[side][layer] for layer in span]
-            # All heads of all layers of a token, one behind the other.
-            joint = torch.cat([x.transpose(0, 1).flatten(1) for x in own], -1)
-            tensors |= _named(f"joint.{side}", span[0], plans(joint, ratios))
-            for layer, x in zip(span, own, strict=True):
-                for head, vectors in enumerate(x):
+            # All heads of a token in a layer, one behind the other, and then those of the next layer.
+            joint = [samples[side][layer].transpose(0, 1).flatten(1) for layer in span]
+            tensors |= _named(f"joint{len(span)}.{side}", span[0], plans(torch.cat(joint, -1), ratios))
+            for layer, x in zip(span, joint, strict=True):
+                if len(span) > 1:
+                    tensors |= _named(f"joint1.{side}", layer, plans(x, ratios))
+                for head, vectors in enumerate(samples[side][layer]):
                     tensors |= _named(f"heads.{side}.{head}", layer, plans(vectors, ratios))
     return tensors, {"spans": spans}
 

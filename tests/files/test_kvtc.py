@@ -31,6 +31,8 @@ from tests.reference import transform_coding as reference
 
 SAME = ["full", "window@0.6", "full+quest:read=6:page=2"]
 """Policies under which all heads hold the same tokens."""
+BY_LAYER = "pyramid+window@0.6"
+"""A policy under which all heads of a layer hold the same tokens, and the next layer holds others."""
 OTHERS = ["h2o@0.6", "uniform/adakv+h2o@0.6", "h2o+merge@0.6", "squeeze/adakv+snapkv:window=6:kernel=3@0.6"]
 CODED = ["h2o+kivi:group_size=4:residual_length=4@0.5", words("h2o", "csr"), "window+tokenwise@0.6"]
 PAGED = "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"
@@ -70,7 +72,9 @@ def expected(cache: PolicyCache, layers: list[int], folder: Path, ratio: int, jo
         if joint:
             places = [[(row, slot)] for row, slot in flags[layers[0]][:, 0].nonzero().tolist()]
             heads = range(flags[layers[0]].shape[1])
-            units = [(layers, f"joint.{side}", layers[0], [[(r, h, s) for h in heads] for [(r, s)] in places])]
+            units = [
+                (layers, f"joint{len(layers)}.{side}", layers[0], [[(r, h, s) for h in heads] for [(r, s)] in places])
+            ]
         else:
             units = [
                 ([layer], f"heads.{side}.{head}", layer, [[tuple(place)] for place in where.nonzero().tolist()])
@@ -103,17 +107,21 @@ def expected(cache: PolicyCache, layers: list[int], folder: Path, ratio: int, jo
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("policy", [*SAME, *OTHERS])
+@pytest.mark.parametrize("policy", [*SAME, BY_LAYER, *OTHERS])
 def test_vectors_are_those_of_the_definition(policy: str, layers: int, tmp_path: Path) -> None:
     folder = tmp_path / "calibration"
     model = calibrated(folder, layers=layers)
     with kvpolicy.attach(model, policy):
         cache, _, _ = filled(model, [LENGTH, 23])
         loaded = passed(model, cache, tmp_path / "cache.safetensors", spec(folder))
-        joint = policy in SAME
+        joint = policy not in OTHERS
+        groups = [[0, 1]] if layers == 2 and policy in SAME else [[0], [1]]
         names = load_file(tmp_path / "cache.safetensors").keys()
-        assert any(".joint." in name for name in names) == joint and any(".heads." in name for name in names) != joint
-        for group in ([0], [1]) if layers == 1 else ([0, 1],):
+        assert (
+            any(f".joint{len(groups[0])}." in name for name in names) == joint
+            and any(".heads." in name for name in names) != joint
+        )
+        for group in groups:
             wanted = expected(cache, group, folder, 2, joint)
             for layer in group:
                 flags = coded(cache, layer)
@@ -255,7 +263,7 @@ def test_one_token_and_a_single_head(tmp_path: Path) -> None:
 
 def expected_of_one(cache: PolicyCache, folder: Path) -> Tensor:
     file = load(str(folder), "kvtc").tensors
-    mean, directions, groups = (file[f"joint.values.{part}.0"] for part in ("mean", "directions", "groups2"))
+    mean, directions, groups = (file[f"joint1.values.{part}.0"] for part in ("mean", "directions", "groups2"))
     pairs = [(size, bits) for size, bits in groups.tolist()]
     return reference.coded(held(cache, 0)[1][0, 0, :1], mean.double(), directions, pairs)[0].float()
 
@@ -374,23 +382,23 @@ def edited(path: Path, change: Any) -> None:
 
 def bomb(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del header
-    tensors["layers.0.kvtc.joint.keys"] = torch.frombuffer(bytearray(zlib.compress(bytes(2**28))), dtype=torch.uint8)
+    tensors["layers.0.kvtc.joint1.keys"] = torch.frombuffer(bytearray(zlib.compress(bytes(2**28))), dtype=torch.uint8)
 
 
 def longer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del header
-    name = "layers.0.kvtc.joint.keys"
+    name = "layers.0.kvtc.joint1.keys"
     tensors[name] = torch.cat([tensors[name], tensors[name]])
 
 
 def shorter(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del header
-    tensors["layers.0.kvtc.joint.keys"] = tensors["layers.0.kvtc.joint.keys"][:-9]
+    tensors["layers.0.kvtc.joint1.keys"] = tensors["layers.0.kvtc.joint1.keys"][:-9]
 
 
 def noise(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     del header
-    tensors["layers.0.kvtc.joint.keys"] = torch.arange(200, dtype=torch.uint8)
+    tensors["layers.0.kvtc.joint1.keys"] = torch.arange(200, dtype=torch.uint8)
 
 
 HOSTILE: list[tuple[Any, str]] = [
@@ -398,7 +406,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (longer, "bytes of codes"),
     (shorter, "bytes of codes"),
     (noise, "can be decompressed"),
-    (lambda _, tensors: tensors.pop("layers.0.kvtc.joint.values"), "the codes joint.values of layer 0, got none"),
+    (lambda _, tensors: tensors.pop("layers.0.kvtc.joint1.values"), "the codes joint1.values of layer 0, got none"),
     (lambda _, tensors: tensors.pop("layers.1.kvtc.rest.keys"), "keys of 9 tokens|keys of .* got none"),
     (lambda _, tensors: tensors.update({"layers.1.kvtc.rest.keys": torch.zeros(2**20, 8)}), "keys of .* got torch"),
     (lambda _, tensors: tensors.pop("layers.0.positions"), "positions of a layer"),

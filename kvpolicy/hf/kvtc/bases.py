@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -69,9 +70,9 @@ class Bases:
         """The layers whose heads have components together, in order: every layer that a policy manages, once."""
         return [[*span] for span in self._file.meta["spans"]]
 
-    def joint(self, side: str, first: int) -> Plan:
-        """The plan for all heads of the layers of a span together, by its first layer."""
-        return self._plan(f"joint.{side}", first)
+    def joint(self, side: str, layers: Sequence[int]) -> Plan:
+        """The plan for all heads of the layers of a span together, or of one layer."""
+        return self._plan(f"joint{len(layers)}.{side}", layers[0])
 
     def of_head(self, side: str, layer: int, head: int) -> Plan:
         """The plan for one KV head of a layer."""
