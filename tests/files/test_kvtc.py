@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import zlib
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.conformance.models import build
 from tests.conformance.play import forward
 from tests.conformance.policies import words
 from tests.files.kvtc import LENGTH, SINKS, WINDOW, calibrated, filled, passed, spec, windows
+from tests.files.test_hostile_files import NASTY, changed, forge, places, stored
 from tests.reference import transform_coding as reference
 
 SAME = ["full", "window@0.6", "full+quest:read=6:page=2"]
@@ -307,7 +309,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cache.safetensors"
     cases = [
         (model, spec(folder, 3), r"KVTC.ratio must be one that the calibration .* was made for, 1, 2, 4, got 3"),
-        (model, "kvtc", "KVTC.calibration must be a folder of kvpolicy calibrate kvtc, got none"),
+        (model, "kvtc", "KVTC.calibration must be a folder of kvpolicy calibrate kvtc, .* got none; try"),
+        (model, "kvtc:calibration=tiny", "none ships with the package, got tiny; try"),
         (model, f"{spec(folder)}@0.2", "must have no budget"),
         (model, f"kvtc:calibration={tmp_path / 'nowhere'}", "must be a folder"),
         (model, KVTC, "compress must be one of None, 'zlib', 'kvtc:...'"),
@@ -437,6 +440,34 @@ def test_hostile_files(number: int, tmp_path: Path) -> None:
             edited(path, change)
             PolicyCache.load(model, path)
         assert "\n" not in str(raised.value)
+
+
+def test_headers_with_nasty_values(tmp_path: Path) -> None:
+    """The file is refused in one sentence, or loaded as what it was."""
+    folder = tmp_path / "calibration"
+    model = calibrated(folder)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        header, tensors = stored(cache, path, compress=spec(folder))
+        wanted = [t for layer in (0, 1) for t in held(PolicyCache.load(model, path), layer)]
+        fields = [
+            path
+            for path in places(header)
+            if path[0] == "form" or path[2:3] in (("shape",), ("layout",), ("reserved",))
+        ]
+        assert len(fields) > 6
+        refused = 0
+        for field, text in itertools.product(fields, [None, *NASTY]):
+            forge(path, changed(header, field, text), tensors)
+            try:
+                found = PolicyCache.load(model, path)
+            except KVPolicyError as error:
+                assert "\n" not in str(error) and len(str(error)) < 800, field
+                refused += 1
+                continue
+            assert all(map(torch.equal, wanted, [t for layer in (0, 1) for t in held(found, layer)])), (field, text)
+        assert refused > 100
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:

@@ -18,15 +18,17 @@ from kvpolicy.hf.kvtc.bases import METHOD, SIDES, Bases, Plan
 from kvpolicy.hf.kvtc.quantizer import read_stored, stored, stored_nbytes
 from kvpolicy.hf.kvtc.slots import Slots, damaged, find_slots, share_tokens
 from kvpolicy.kernels.rotary import Rope
+from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.grammar import quoted
 from kvpolicy.text.strategy import checked, least, strategy
 
 
 def _check_folder(name: str, value: str) -> None:
-    if not value:
+    if not value or value in EMBEDDED:
         raise KVPolicyError(
-            f"{name} must be a folder of kvpolicy calibrate kvtc, got none; try 'kvtc:calibration=DIR:ratio=16'."
+            f"{name} must be a folder of kvpolicy calibrate kvtc, of which none ships with the package, got "
+            f"{value or 'none'}; try 'kvtc:calibration=DIR:ratio=16'."
         )
 
 
