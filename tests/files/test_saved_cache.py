@@ -277,7 +277,7 @@ REFUSED: dict[Callable[[Path], object], str] = {
     another_header: "truncated or edited",
     another_shape: r"must fit the policy and the model, got keys as",
     without_a_tensor: "must fit the policy and the model, got no tensor",
-    newer: "must have format 1 or older, got 99, written by kvpolicy 9.0",
+    newer: "must have format 2 or older, got 99, written by kvpolicy 9.0",
     foreign: "has no header of kvpolicy",
     pickled: "truncated or edited",
     Path.unlink: "must exist",
