@@ -175,13 +175,3 @@ def test_the_shade_of_a_mean_of_equal_layers_is_theirs(layers: int) -> None:
     """Also where the mean is less by its last bit."""
     means = [sum([fifths / 5] * layers) / layers for fifths in range(6)]
     assert [*map(level, means)] == [0, 2, 3, 4, 5, 6]
-
-
-def test_a_word_may_fill_its_line() -> None:
-    assert lines(9, "four", " five", " si", "x", " ten") == ["four five", " six ten"]
-
-
-def test_bytes_of_a_character_are_shown_before_it() -> None:
-    _, tokenizer = kvpolicy.tiny()
-    ids = tokenizer("=😀a", add_special_tokens=False).input_ids
-    assert pieces(tokenizer, ids) == ["=", "<F0>", "<9F>", "<98>", "😀", "a"]

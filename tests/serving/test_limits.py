@@ -24,6 +24,7 @@ from kvpolicy.serving.server import log_to_terminal
 from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
 
 LIMIT = body_limit(2048)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,8 @@ def test_a_body_has_room_for_all_positions_and_no_more(port: int) -> None:
 
 @pytest.mark.parametrize("sent", [0, 2**22])
 def test_a_body_that_is_too_large_is_answered_whether_or_not_it_is_sent(sent: int, port: int) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(head + f"Content-Length: {2**22}\r\n\r\n".encode() + b"x" * sent)
+        connection.sendall(HEAD + f"Content-Length: {2**22}\r\n\r\n".encode() + b"x" * sent)
         response = http.client.HTTPResponse(connection, method="POST")
         response.begin()
         assert response.status == 413 and b"at most 131,072 bytes" in response.read()
@@ -87,9 +87,8 @@ def test_an_answer_may_reach_the_last_position(prompt: int, tiny: tuple[Any, Any
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(port: int) -> None:
     """The answer comes although the body has no end, and then the connection is closed."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         try:
             for _ in range(LIMIT // 2**12 + 1):
                 connection.sendall(b"1000\r\n" + b" " * 2**12 + b"\r\n")
@@ -210,8 +209,7 @@ def test_the_command_logs_to_the_terminal(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_client_that_leaves_while_it_sends_the_body_has_not_failed(port: int) -> None:
     outcomes = {name: metric(port, f'requests_total{{outcome="{name}"}}') for name in OUTCOMES}
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += b"Content-Length: 99\r\n\r\n"
+    head = HEAD + b"Content-Length: 99\r\n\r\n"
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", head + b"{"):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
             connection.sendall(sent)
@@ -222,9 +220,8 @@ def test_a_client_that_leaves_while_it_sends_the_body_has_not_failed(port: int) 
 
 def test_a_client_that_never_sends_its_body_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.5)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with running(kvpolicy.tiny()) as own, socket.create_connection(("127.0.0.1", own), timeout=20) as connection:
-        connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         wait_for(lambda: "ok" in get(own, "/health"))  # it has begun to read
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.forwards import ManyRows
 from kvpolicy.serving.prefix import PrefixFile
 from tests.sampling import product
-from tests.serving.servers import client_of, metric, running
+from tests.serving.servers import client_of, metric, running, wait_for
 from tests.vllm.documents import save
 
 PAIRS = [("tiger", 4821), ("lion", 1234), ("wolf", 9310), ("sheep", 7764), ("falcon", 1937), ("otter", 5523)]
@@ -55,13 +56,13 @@ def caches() -> int:
 def test_answers_are_those_that_requests_have_alone(policy: str) -> None:
     """Greedy ones and sampled ones, with prompts and answers of many lengths."""
     numbers = range(1, 13)
+    before = caches()
     with running(kvpolicy.tiny(), policy=policy) as port:
         alone = answers(port, numbers, 1)
-    before = caches()
     with running(kvpolicy.tiny(), policy=policy, capacity=Capacity(rows=4, length=256)) as port:
         together = answers(port, numbers, 6)
         assert metric(port, "rows") == 4 and metric(port, "requests_running") == 0
-        assert caches() == before + 1, "that of the rows, and of no prompt"
+        assert caches() == before + 1, "that of the rows"
     assert [text for text, _ in together] == [text for text, _ in alone]
     for (_, ours), (_, theirs) in zip(together, alone, strict=True):
         assert (ours.completion_tokens, ours.prompt_tokens) == (theirs.completion_tokens, theirs.prompt_tokens)
@@ -86,6 +87,22 @@ def test_an_error_in_a_step_ends_the_rows_in_flight_and_the_server_goes_on(monke
         with pytest.raises(openai.InternalServerError, match=r"failed to answer \(ValueError\)"):
             answers(port, range(7, 8), 1)
         assert answers(port, range(7, 8), 1)[0][0]
+
+
+def test_a_prompt_at_which_the_model_fails_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a defect of the model")
+
+    # Pytest keeps records of errors, which have caches in their frames.
+    monkeypatch.setattr(logging.getLogger("kvpolicy.serving"), "propagate", False)
+    model, tokenizer = kvpolicy.tiny()
+    before = caches()
+    with running((model, tokenizer), policy="snapkv@0.5", capacity=Capacity(rows=2, length=256)) as port:
+        hook = model.lm_head.register_forward_hook(fail)  # behind layers, whose keys the cache has
+        with client_of(port) as client, pytest.raises(openai.InternalServerError):
+            client.completions.create(**request_of(1))
+        hook.remove()
+        wait_for(lambda: caches() == before + 1)  # that of the rows
 
 
 def test_rows_start_from_a_saved_cache(tmp_path: Path) -> None:

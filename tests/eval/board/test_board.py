@@ -182,7 +182,6 @@ def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Bo
     ]
 
 
-@pytest.mark.skipif(not ASSETS.is_dir(), reason="the docs are not installed")
 def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when they were written: others may be added to the results later."""
     page = (ASSETS.parent / "board.md").read_text(encoding="utf-8")

@@ -148,7 +148,6 @@ def test_pages_are_checked_before_anything_is_written(
     assert "<!-- 1 results, 0 walks -->" in whole.read_text()
 
 
-@pytest.mark.skipif(not RESULTS.is_file(), reason="the docs are not installed")
 def test_the_page_has_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when it was filled: others may be added to the files later."""
     (page,) = pages_with(ROOT, PLACE)

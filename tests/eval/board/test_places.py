@@ -112,7 +112,6 @@ def test_the_overview_is_of_the_board() -> None:
     assert set(OVERVIEW) <= {entry.spec for entry in entries("tiny-4k")}
 
 
-@pytest.mark.skipif(not RESULTS.is_file(), reason="the docs are not installed")
 def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when a page was filled: others may be added to the file later."""
     found = pages_with(ROOT, PLACE)

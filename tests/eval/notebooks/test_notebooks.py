@@ -20,7 +20,6 @@ def made(*sources: str) -> dict[str, Any]:
     return {"cells": [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]}
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="the docs are not installed")
 def test_there_are_three() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["compose", "selector", "tune"]
 

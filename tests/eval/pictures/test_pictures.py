@@ -147,7 +147,6 @@ def test_a_picture_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixtu
     assert "no picture 'h3o'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not DOCS.is_dir(), reason="the docs are not installed")
 class TestPages:
     def test_each_method_has_a_picture_that_its_page_shows(self) -> None:
         assert {*methods()} <= {*pictures()}

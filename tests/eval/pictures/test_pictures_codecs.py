@@ -26,7 +26,6 @@ def test_every_codec_has_a_picture() -> None:
     assert set(PICTURES) == set(names("codec"))
 
 
-@pytest.mark.skipif(not DOCS.is_dir(), reason="the docs are not installed")
 def test_pages_show_their_pictures() -> None:
     """Of all methods, tests/eval/pictures/test_pictures.py tests that they have one, and its size."""
     for codec in PICTURES:
