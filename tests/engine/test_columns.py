@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpolicy.engine.columns import CodedColumns, StageColumns
 from kvpolicy.kernels.rotary import Rope, SlotRotary
 from kvpolicy.protocols import StageStore
-from tests.engine.parts import Floats, Uncoded, generator, shuffled
+from tests.engine.parts import Floats, Uncoded, generator
 
 ROWS = 2
 HEADS = 3
@@ -64,18 +64,3 @@ def test_what_is_read_is_rotated_and_of_the_wanted_dtype() -> None:
             assert keys.dtype == values.dtype == dtype
             assert torch.equal(keys, seen_keys(one).to(dtype))
             assert torch.equal(values, one.store.codes.values.to(dtype))
-
-
-def test_single_slots_are_read_from_their_stage() -> None:
-    """The first and the last slot of each stage too, of every head in another order."""
-    # Slots in full precision come before.
-    sizes = [4, 1, 3]
-    first = 5
-    starts = [first, first + 4, first + 5]
-    parts = [part(size, size, rotary(size))._replace(start=start) for size, start in zip(sizes, starts, strict=True)]
-    view = CodedColumns(parts)
-    slots = first + shuffled(8, rows=ROWS, heads=HEADS, most=8, seed=0).long()
-    whole = [torch.cat(side, 2) for side in zip(*view.read(torch.float32), strict=True)]
-    at = (slots - first)[..., None].expand(-1, -1, -1, DIM)
-    assert torch.equal(view.keys_at(slots, torch.float32), whole[0].gather(2, at))
-    assert torch.equal(view.values_at(slots, torch.float32), whole[1].gather(2, at))

@@ -248,8 +248,9 @@ def test_a_forgotten_tick_is_an_error(policy: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_flush_of_any_row_is_one_graph(backend: str) -> None:
-    """Rows that are due one at a time share one graph, whichever they are, and it does what eager code does."""
+@pytest.mark.parametrize("due", [[[0], [2], [1], [2]], [[0, 1, 2]] * 3], ids=["one row", "all rows"])
+def test_a_flush_is_one_graph(due: list[list[int]], backend: str) -> None:
+    """Coding a block traces whole, needs no sync, and does what eager code does, whichever row is due."""
     model = build("llama", layers=1)
     ids, mask = make_batch([PROMPT, PROMPT - 1, PROMPT - 2], [PROMPT] + [1] * STEPS)
     caches: list[PolicyCache] = []
@@ -260,41 +261,16 @@ def test_a_flush_of_any_row_is_one_graph(backend: str) -> None:
     counter = CompileCounterWithBackend(backend)
     eager, traced = (cache.policy_layers[0].store for cache in caches)
     compiled = torch.compile(SlotGeometry.demote, backend=counter, fullgraph=True)
-    for step, row in enumerate((0, 2, 1, 2)):
-        for layer in (eager, traced):
-            layer.tensors.positions[row, :, : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
-        for layer, demote in ((eager, SlotGeometry.demote), (traced, compiled)):
-            (rows,) = due_rows(layer.geometry.full_rows())
-            assert rows.numbers == [row]
-            with torch.no_grad(), only_rows(layer.contents, rows):
-                demote(slots_of(layer))
-        assert torch.equal(eager.tensors.positions, traced.tensors.positions)
-        for one, other in zip(tensors(eager.tensors.codes), tensors(traced.tensors.codes), strict=True):
-            assert torch.equal(one, other)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_flush_is_one_graph(backend: str) -> None:
-    """Coding a block traces whole, needs no sync, and does the same."""
-    model = build("llama")
-    ids, mask = make_batch([PROMPT, 15], [PROMPT] + [1] * STEPS)
-    caches: list[PolicyCache] = []
-    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.5"):
-        for _ in range(2):
-            caches.append(PolicyCache(model))
-            forward(model, ids, mask, 0, PROMPT, caches[-1])
-    counter = CompileCounterWithBackend(backend)
-    eager, traced = (cache.policy_layers[0].store for cache in caches)
-    compiled = torch.compile(SlotGeometry.demote, backend=counter, fullgraph=True)
-    for step in range(3):
+    for step, rows in enumerate(due):
         for layer in (eager, traced):  # a full exact part, as after enough steps
-            layer.tensors.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
+            newest = torch.arange(layer.layout.exact, dtype=torch.int32) + 30 + step * 10
+            layer.tensors.positions[rows, :, : layer.layout.exact] = newest
             layer.tensors.keys[:] = torch.arange(layer.tensors.keys.numel()).view_as(layer.tensors.keys).sin()
-        with torch.no_grad():
-            slots_of(eager).demote()
-            compiled(slots_of(traced))
+        for layer, demote in ((eager, SlotGeometry.demote), (traced, compiled)):
+            (found,) = due_rows(layer.geometry.full_rows())
+            assert found.numbers == rows
+            with torch.no_grad(), only_rows(layer.contents, found):
+                demote(slots_of(layer))
         assert torch.equal(eager.tensors.positions, traced.tensors.positions)
         for one, other in zip(tensors(eager.tensors.codes), tensors(traced.tensors.codes), strict=True):
             assert torch.equal(one, other)

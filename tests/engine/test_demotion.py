@@ -1,19 +1,17 @@
-"""How many tokens are demoted, and into which slots, against lists of slots."""
+"""How many tokens are demoted, and how a selector ranks them; tests/conformance/test_moves.py has where they go."""
 
 from __future__ import annotations
-
-from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.demotion import DemotionOrder, demoted_counts, free_slots, overflow
+from kvpolicy.engine.demotion import DemotionOrder, demoted_counts
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
-from kvpolicy.engine.token_batch import BEYOND, TokenBatch
-from kvpolicy.protocols import SINGLE_RANK, StageStore
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.protocols import SINGLE_RANK
 from tests.conformance.fakes import Fake
-from tests.engine.parts import Floats, Ranking, Uncoded, Worth, generator, shuffled
+from tests.engine.parts import Ranking, Worth
 
 ROWS = 2
 HEADS = 2
@@ -47,78 +45,36 @@ def test_a_prompt_leaves_less_than_a_block_below_the_threshold(group_size: int) 
     ]
 
 
-def slow_free_slots(occupied: list[bool], capacity: int, group_size: int) -> list[int]:
-    """Free slots that a row may use, those of the emptiest group first."""
-    groups = [range(start, start + group_size) for start in range(0, len(occupied), group_size)]
-    crowd = {slot: sum(occupied[other] for other in group) for group in groups for slot in group}
-    free = [slot for slot in range(capacity) if not occupied[slot]]
-    return sorted(free, key=lambda slot: (crowd[slot], slot))
+def order_of(codec: Fake, selector: Ranking, length: Tensor, budget: Tensor) -> DemotionOrder:
+    limits = alloc_limits(codec, ROWS, HEADS, DIM, "cpu")
+    assert limits is not None
+    limits = limits._replace(flush_threshold=torch.full((ROWS, 1), 9), stage_capacity=limits.stage_capacity.fill_(5))
+    return DemotionOrder(selector, codec.traits, limits, length, budget, 0, SINGLE_RANK)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("group_size", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3), (4, 4), (4, 5)])
-def test_tokens_go_to_the_emptiest_group(group_size: int, seed: int) -> None:
-    dice = Random(seed)
-    slots = group_size * dice.randint(1, 4)
-    capacity = [dice.randint(0, slots) for _ in range(ROWS)]
-    taken = [
-        [[slot < capacity[b] and dice.random() < 0.5 for slot in range(slots)] for _ in range(HEADS)]
-        for b in range(ROWS)
-    ]
-    positions = torch.where(torch.tensor(taken), 7, -1)
-    got = free_slots(positions, torch.tensor(capacity), group_size)
-    for b in range(ROWS):
-        for h in range(HEADS):
-            want = slow_free_slots(taken[b][h], capacity[b], group_size)
-            assert got[b, h, : len(want)].tolist() == want
-            rest = got[b, h, len(want) :].tolist()
-            assert {*want, *rest} == {*range(slots)}
-            used = [slot for slot in rest if slot < capacity[b]]
-            assert rest[: len(used)] == used, "what only other rows may use comes last"
+def test_a_broken_priority_leaves_last_but_for_those_that_stay() -> None:
+    positions = torch.arange(4, dtype=torch.int32).expand(ROWS, HEADS, 4)
+    worth = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).expand(ROWS, HEADS, 4)
+    order = order_of(
+        Fake(block=4, residual=3, demote_by="priority"), Ranking(), torch.tensor([20, 20]), torch.tensor([9, 9])
+    )
+    got = order.indices(positions, Worth(worth, worth.long()), torch.ones_like(positions, dtype=torch.bool))
+    assert got[0, 0].tolist() == [2, 3, 0, 1]
 
 
-def block_of(positions: Tensor, chosen: Tensor) -> TokenBatch:
-    keys = positions[..., None].expand(*positions.shape, DIM).float()
-    return TokenBatch(keys, -keys, positions, Worth(keys[..., 0], positions.long()), chosen)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_what_a_stage_has_no_slot_for_moves_on(seed: int) -> None:
-    """The oldest tokens of the stage leave, then the first ones of the block."""
-    dice = Random(seed)
-    order_dice = generator(seed)
-    slots = dice.randint(1, 6)
-    width = dice.randint(1, 5)
-    capacity = [dice.randint(0, slots) for _ in range(ROWS)]
-    held = shuffled(slots, rows=ROWS, heads=HEADS, most=50, seed=seed)
-    usable = torch.arange(slots) < torch.tensor(capacity)[:, None, None]
-    held = held.where((torch.rand(held.shape, generator=order_dice) < 0.7) & usable, -1)
-    new = 50 + shuffled(width, rows=ROWS, heads=HEADS, most=50, seed=seed).sort(-1).values
-    chosen = torch.rand(new.shape, generator=order_dice) < 0.8
-    codec = Fake(block=width)
-    order = DemotionOrder(
-        Ranking(),
-        codec.traits,
-        limits_of(codec, [9] * ROWS),
-        torch.tensor([99] * ROWS),
-        torch.tensor([99] * ROWS),
-        0,
-        SINGLE_RANK,
-    )  # pyright: ignore[reportArgumentType]
-    given = block_of(held, held >= 0)
-    store = StageStore(Floats(given.keys, given.values, torch.zeros(1)))
-    got = overflow(Uncoded(), store, held, given.state, torch.tensor(capacity), block_of(new, chosen), order)
-    for b in range(ROWS):
-        for h in range(HEADS):
-            inside = sorted(p for p in held[b, h].tolist() if p >= 0)
-            coming = new[b, h][chosen[b, h]].tolist()
-            lack = max(len(coming) - (capacity[b] - len(inside)), 0)
-            leaving = inside[:lack]
-            passing = coming[: lack - len(leaving)]
-            emptied = got.slots[b, h][got.leaves[b, h]].tolist()
-            assert sorted(held[b, h, emptied].tolist()) == leaving
-            moving = got.batch.chosen[b, h]
-            assert got.batch.positions[b, h][moving].tolist() == leaving + passing
-            for side, sign in ((got.batch.keys, 1), (got.batch.values, -1)):
-                assert side[b, h][moving][:, 0].tolist() == [sign * p for p in leaving + passing]
-            assert got.batch.state.number[b, h][moving].tolist() == leaving + passing
-            assert new[b, h][got.stays[b, h]].tolist() == coming[len(passing) :]
+@pytest.mark.parametrize(
+    ("caps", "min_tokens", "budget", "precise"), [((), 1, 9, 5), ((5,), 1, 30, 10), ((5,), 1, 7, 7), ((), 8, 9, 8)]
+)
+def test_the_selector_ranks_for_the_tokens_that_stay_precise(
+    caps: tuple[int, ...], min_tokens: int, budget: int, precise: int
+) -> None:
+    """Below the threshold of 9 a block of 4 is demoted; the first of two stages, of 5 slots, is precise too."""
+    selector = Ranking(min_tokens=min_tokens)
+    codec = Fake(caps=caps, block=4, demote_by="priority")
+    order = order_of(codec, selector, torch.tensor([20, 20]), torch.tensor([budget, budget]))
+    positions = torch.tensor([3, -1, 7], dtype=torch.int32).expand(ROWS, HEADS, 3)
+    there = torch.tensor([True, True, False]).expand(ROWS, HEADS, 3)
+    order.indices(positions, Worth(torch.zeros(ROWS, HEADS, 3), positions.long()), there)
+    (view,) = selector.views
+    assert view.budget.tolist() == [precise, precise]
+    assert view.positions[0, 0].tolist() == [3, -1, -1], "what is no candidate is no token"

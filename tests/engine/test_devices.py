@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.access import kept_positions
+from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.engine.test_attach import trace
 
@@ -21,23 +22,10 @@ accelerate = pytest.importorskip("accelerate")
 POLICIES = ["squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5", "snapkv@0.5", "full"]
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=3,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=48,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(params=["cpu", "disk"])
 def spread(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any]:
     """A model that is hooked by accelerate: dispatched, or its weights on disk; `test_features.py` has those on CPU."""
-    model = llama()
+    model = copy.deepcopy(build("llama"))
     if request.param == "cpu":
         places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
         places |= {f"model.layers.{index}": "cpu" for index in range(3)}
@@ -52,7 +40,7 @@ def spread(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any]:
 @pytest.mark.filterwarnings("ignore:.*on a device type different than your model:UserWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_like_one_device(spread: Any, policy: str) -> None:
-    whole = llama()
+    whole = build("llama")
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(whole, policy):
         one = PolicyCache(whole)
@@ -75,7 +63,7 @@ def test_two_devices(policy: str) -> None:
     """Layers on an accelerator and on the CPU: each layer's slots are where its keys are."""
     places: dict[str, Any] = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": 0, "model.layers.1": 0, "model.layers.2": "cpu"}
-    model = accelerate.dispatch_model(llama(), places, main_device=0)
+    model = accelerate.dispatch_model(copy.deepcopy(build("llama")), places, main_device=0)
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
@@ -97,4 +85,4 @@ def test_files_and_drafts_of_weights_that_are_offloaded(spread: Any, tmp_path: P
         token = torch.tensor([[5]])
         assert torch.equal(spread(token, cache=again).logits, spread(token, cache=cache).logits)
     drafted = kvpolicy.speculate(spread, "snapkv@0.5", ids, max_new_tokens=6)
-    assert torch.equal(drafted, kvpolicy.speculate(llama(), "snapkv@0.5", ids, max_new_tokens=6))
+    assert torch.equal(drafted, kvpolicy.speculate(build("llama"), "snapkv@0.5", ids, max_new_tokens=6))

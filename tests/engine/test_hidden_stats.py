@@ -44,12 +44,6 @@ def test_of_repeated_tokens_the_earlier_ones_are_found(count: int, length: int) 
     assert massive_tokens(hidden, valid, count)[1:, length // 2 :].equal(alone), "padding changes nothing"
 
 
-def test_one_token_may_hold_all_of_them() -> None:
-    hidden = torch.zeros(1, 3, 4)
-    hidden[0, 1] = torch.tensor([9.0, -8, 7, -6])
-    assert massive_tokens(hidden, None, 4).tolist() == [[False, True, False]]
-
-
 def test_more_activations_than_there_are_is_all_tokens() -> None:
     assert massive_tokens(torch.ones(1, 1, 2), None, 50).tolist() == [[True]]
 

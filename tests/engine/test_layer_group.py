@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,36 +89,6 @@ def check_tiles_and_chunks(policy: Policy | str, how: dict[str, Any], layers: tu
             codes.append([*tensors([store.tensors.codes for store in stores_of(cache, *layers)])])
     for one, two in zip(*codes, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
-
-
-def check_saved(policy: Policy | str, model: Any, path: Path, cut: int) -> PolicyCache:
-    """A cache that was saved goes on bit for bit; returns the one that was loaded."""
-    ids, mask = make_batch([26, 20], TURNS)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS[:cut], cache)
-        cache.save(path)
-        loaded = PolicyCache.load(model, path)
-        check_cache(loaded)
-        assert loaded.nbytes == cache.nbytes
-        rest = TURNS[cut:]
-        assert torch.equal(talk_on(model, ids, mask, loaded, rest), talk_on(model, ids, mask, cache, rest))
-    return loaded
-
-
-def check_selected(policy: Policy | str, model: Any) -> None:
-    """Rows that are selected go on as they would have."""
-    ids, mask = make_batch([26, 15], TURNS)
-    order = torch.tensor([1, 0, 1])
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS[:4], cache)
-        other = cache.fork()
-        other.batch_select_indices(order)
-        wanted = talk_on(model, ids, mask, cache, TURNS[4:])
-        found = talk_on(model, ids[order], mask[order], other, TURNS[4:])
-        check_cache(other)
-    torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
 
 
 def stores_of(cache: PolicyCache, *layers: int) -> list[Any]:

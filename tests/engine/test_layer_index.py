@@ -182,32 +182,15 @@ def test_slots_that_are_sorted_take_their_counts_along() -> None:
     q, k, v = draw(26, 3)
     layer.prompt(q, k + 3, v)  # keys that are similar enough to be merged
     store = layer.store
-    held = [
-        t.clone()
-        for t in (
-            store.tensors.keys,
-            store.tensors.values,
-            store.tensors.positions,
-            *slot_tensors((store.tensors.state, store.tensors.counts)),
-        )
-    ]
+    of_slots = slot_tensors((store.tensors.state, store.tensors.counts))
+    held = [store.tensors.keys, store.tensors.values, store.tensors.positions, *of_slots]
+    before = [t.clone() for t in held]
     assert store.tensors.log_counts is not None and len(store.tensors.log_counts.unique()) > 2
     assert torch.equal(held[2], held[2].sort(-1).values)
-    for tensor in (
-        store.tensors.keys,
-        store.tensors.values,
-        store.tensors.positions,
-        *slot_tensors((store.tensors.state, store.tensors.counts)),
-    ):
+    for tensor in held:
         tensor.copy_(tensor.flip(2))
     index_of(store).sort_slots()
-    after = (
-        store.tensors.keys,
-        store.tensors.values,
-        store.tensors.positions,
-        *slot_tensors((store.tensors.state, store.tensors.counts)),
-    )
-    assert all(map(torch.equal, held, after))
+    assert all(map(torch.equal, held, before))
 
 
 def test_the_channels_are_those_of_the_first_prompt() -> None:

@@ -23,8 +23,6 @@ from tests.conformance.policies import spec_of
 from tests.conformance.replay import replay
 from tests.engine.test_layer_group import (
     Seen,
-    check_saved,
-    check_selected,
     check_tiles_and_chunks,
     talk_on,
 )
@@ -156,7 +154,16 @@ def test_a_step_compiles_once_and_is_that_of_eager_code(folder: str) -> None:
 
 @pytest.mark.parametrize("name", ["energy", "joint-tova"])
 def test_a_saved_cache_goes_on_bit_for_bit(name: str, folder: str, tmp_path: Path) -> None:
-    check_saved(spec(name, folder), build("llama"), tmp_path / "cache.safetensors", cut=4)
+    model = build("llama")
+    ids, mask = make_batch([26, 20], TURNS)
+    with kvpolicy.attach(model, spec(name, folder)):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS[:4], cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
+        check_cache(loaded)
+        assert loaded.nbytes == cache.nbytes
+        assert torch.equal(*(talk_on(model, ids, mask, each, TURNS[4:]) for each in (loaded, cache)))
 
 
 def test_a_saved_cache_is_refused_once_its_ranks_are_others(folder: str, tmp_path: Path) -> None:
@@ -178,18 +185,23 @@ def test_a_saved_cache_is_refused_once_its_ranks_are_others(folder: str, tmp_pat
 @pytest.mark.parametrize("name", ["fisher", "joint-unrotated"])
 def test_rows_are_selected_and_steps_are_undone(name: str, folder: str) -> None:
     model = build("llama")
-    check_selected(spec(name, folder), model)
     ids, mask = make_batch([26, 15], TURNS)
+    order = torch.tensor([1, 0, 1])
     with kvpolicy.attach(model, spec(name, folder)):
-        cache = PolicyCache(model, new=20)
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
         talk(model, ids, mask, TURNS[:4], cache)
         undone = cache.fork()
         undone.mark(most=4)
         talk_on(model, ids.flip(1), mask, undone, [1] * 4)
         undone.rollback(0)
+        selected = cache.fork()
+        selected.batch_select_indices(order)
         wanted, again = (talk_on(model, ids, mask, each, TURNS[4:]) for each in (cache, undone))
+        found = talk_on(model, ids[order], mask[order], selected, TURNS[4:])
         check_cache(undone)
+        check_cache(selected)
     torch.testing.assert_close(again, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, wanted[order], rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("how", [{"tile": 5}, {"chunks": "hold"}])

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.statistics import Replay
 from kvpolicy.statistics.statistic import first_of
+from kvpolicy_eval.bench.models import llama
 from tests.conformance.access import Attend, attending
 from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
@@ -25,21 +25,6 @@ TOKENS = 512
 
 CHOSEN = [*SELECTORS, "kvcrush:page=16/h2o"]
 PADDED = [(*row, bool(number % 2)) for number, row in enumerate(each_once(CHOSEN, CODECS))]
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=LAYERS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=8,
-        vocab_size=8,
-        max_position_embeddings=1024,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 class Watch:
@@ -75,7 +60,7 @@ class Watch:
 
 def prefill(policy: Policy | str, *, padded: bool = False) -> tuple[int, PolicyCache]:
     """The peak of a prefill, and its cache."""
-    model = llama()
+    model = llama(LAYERS, 64, 8, vocabulary=8, positions=1024)
     watch = Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
     mask = torch.ones_like(ids)
@@ -120,7 +105,7 @@ def test_peak_of_squeeze_online() -> None:
 @product("selector", SELECTORS, sample=[("window",), ("h2o",), ("snapkv",), ("expected",), ("kvzip",)])
 def test_whole_peak(selector: str) -> None:
     """Everything that a prefill allocates, beside what the same prefill takes without any cache."""
-    model = llama()
+    model = llama(LAYERS, 64, 8, vocabulary=8, positions=1024)
     ids = torch.randint(0, 8, (2, TOKENS))
     with torch.no_grad(), Alive(model) as bare:
         model(ids, use_cache=False)
@@ -136,7 +121,7 @@ def test_whole_peak(selector: str) -> None:
 
 def test_a_prompt_in_chunks_never_holds_more() -> None:
     """Chunks join under the budget, so that the peak is that of a chunk."""
-    model = llama()
+    model = llama(LAYERS, 64, 8, vocabulary=8, positions=1024)
     watch = Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
     with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"), attending(watch.around):

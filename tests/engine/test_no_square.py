@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy_eval.bench.models import llama
 from tests.conformance.policies import SELECTORS, words
 from tests.sampling import product
 
@@ -35,32 +35,18 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        vocab_size=8,
-        max_position_embeddings=8192,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def largest(policy: str, tokens: int, rows: list[int]) -> tuple[int, str]:
     """Of a prefill and of a continuation of half its size."""
-    llama = model()
+    model = llama(1, 16, HEADS, kv_heads=2, vocabulary=8, positions=8192)
     ids = torch.randint(0, 8, (len(rows), tokens))
     mask = torch.ones_like(ids)
     for row, length in enumerate(rows):
         mask[row, : tokens - length] = 0
-    with torch.no_grad(), kvpolicy.attach(llama, policy), Largest() as seen:
-        cache = PolicyCache(llama)
-        llama(ids, attention_mask=mask, cache=cache)
+    with torch.no_grad(), kvpolicy.attach(model, policy), Largest() as seen:
+        cache = PolicyCache(model)
+        model(ids, attention_mask=mask, cache=cache)
         more = torch.ones(len(rows), tokens // 2, dtype=torch.int64)
-        llama(more, attention_mask=torch.cat([mask, more], 1), cache=cache)
+        model(more, attention_mask=torch.cat([mask, more], 1), cache=cache)
     return seen.most, seen.where
 
 

@@ -78,23 +78,24 @@ def test_a_row_that_fits_keeps_every_token(budget: int, last: int) -> None:
         assert run.store.geometry.tokens_by_head().tolist() == [[100] * HEADS]
 
 
-@pytest.mark.parametrize("extra", [5, 16])
-def test_a_growing_cache(extra: int) -> None:
-    run = Run("h2o", AdaKV(), [20, 12], grows=True)
-    run.prompt([50, 30], extra=extra)
-    for _ in range(45):
-        run.step(valid=[True, False] if _ % 4 == 0 else None)
+CODED = "tokenwise:group_size=2:residual_length=3:block_size=4"
+GROWING = [
+    ("h2o", AdaKV(), "plain", 5),
+    ("h2o", AdaKV(), "plain", 16),
+    *((selector, heads, "plain", 8) for selector, heads in zip(LOOKING, [AdaKV(safeguard=0.0), Even()], strict=True)),
+    *((selector, AdaKV(), CODED, 5) for selector in ["h2o", *LOOKING]),
+]
 
 
-@pytest.mark.parametrize(("selector", "heads"), [*zip(LOOKING, [AdaKV(safeguard=0.0), Even()], strict=True)], ids=str)
-def test_a_growing_cache_whose_prompts_are_ranked_by_keys(selector: str, heads: Any) -> None:
+@pytest.mark.parametrize(("selector", "heads", "codec", "extra"), GROWING, ids=str)
+def test_a_growing_cache(selector: str, heads: Any, codec: str, extra: int) -> None:
     """The next prompt ranks anew what is held, by the queries or keys so far, generated tokens included."""
-    run = Run(selector, heads, [24, 16], grows=True)
-    run.prompt([60, 33], extra=8)
-    for number in range(8):
-        run.step(valid=[True, number % 3 != 1])
-    run.prompt([9, 0], extra=8)
-    run.prompt([1, 20], extra=8)
+    run = Run(selector, heads, [24, 16], grows=True, codec=codec)
+    run.prompt([60, 33], extra=extra)
+    for number in range(30):
+        run.step(valid=[True, number % 4 != 0])
+    run.prompt([9, 0], extra=extra)
+    run.prompt([1, 20], extra=extra)
     for _ in range(12):
         run.step()
 
@@ -133,7 +134,7 @@ def test_equal_scores_are_broken_by_position_and_head() -> None:
         run.step((torch.zeros_like(q), k, v))
 
 
-@pytest.mark.parametrize("codec", ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"])
+@pytest.mark.parametrize("codec", ["plain", CODED])
 def test_one_graph_for_heads_of_any_size(codec: str) -> None:
     def step(store: LayerStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))

@@ -95,6 +95,16 @@ def test_a_short_row_reads_all_entries_that_hold_what_it_reads_alone() -> None:
     assert row_entries(reader, Plain(), shape, [5000, 100]) == [2, 2]
 
 
+def test_the_first_token_may_be_in_the_buffer() -> None:
+    """It is read there, so that the first of the coded tokens is read only if it is needed."""
+    positions = torch.tensor([[[0, 9, -1, 3, 4, 5, 6]]], dtype=torch.int32)
+    shape = ReadShape(1, 2, ((3, 4),))
+    score = torch.tensor([[[[-9.0, 0, 2, 1]]]])
+    for held, want in ((positions, [5, 6]), (positions.masked_fill(positions == 0, -1), [3, 5])):
+        found = choose(shape, torch.tensor([2]), by_score(score), held, torch.tensor([10]), 1)
+        assert sorted(held[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()) == want
+
+
 def test_the_query_head_that_needs_an_entry_most_decides() -> None:
     score = torch.tensor([[[[0.0, 1.0, 50.0], [5.0, 0.0, 0.0]]]])
     need = need_of(score, torch.tensor([[[False, False, True]]]), SINGLE_RANK)[0, 0]

@@ -182,13 +182,14 @@ def test_a_row_that_begins_in_a_later_chunk(family: str, right: bool) -> None:
 
     That of the other row is not replayed again.
     """
-    ids, mask = make_batch([20, 20], [20, 12])
+    policy = "kvzip:chunk=3:sinks=1@4"
+    ids, mask = make_batch([20, 20], [20, 8])
     mask[1, :20] = 0
     if right:
-        mask[1, 30:] = 0
-    cache = prefilled(f"{SMALL}@8", ids, [20, 12], family=family, mask=mask)
-    alone = prefilled(f"{SMALL}@8", ids[1:, 20 : 30 if right else 32], [10 if right else 12], family=family)
-    first = prefilled(f"{SMALL}@8", ids[:1], [20, 12], family=family)
+        mask[1, 26:] = 0
+    cache = prefilled(policy, ids, [20, 8], family=family, mask=mask)
+    alone = prefilled(policy, ids[1:, 20 : 26 if right else 28], [6 if right else 8], family=family)
+    first = prefilled(policy, ids[:1], [20, 8], family=family)
     for row, own in ((0, first), (1, alone)):
         assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(own)]
         for both, one in zip(cache.policy_layers, own.policy_layers, strict=True):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import kvpolicy
 from kvpolicy.kernels import compiled
@@ -15,9 +15,8 @@ from tests.conformance.models import build
 
 def test_reason_for_an_even_division_and_another_remark() -> None:
     """Two layers make no three groups."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
-    with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window+kivi@0.5") as handle:
+    model = build("llama", layers=2)
+    with torch.no_grad(), kvpolicy.attach(model, "squeeze+window+kivi@0.5") as handle:
         model(torch.arange(40)[None], use_cache=True)
         report = handle.report()
     assert "row(s) 0: all layers have the same budget" in str(report)

@@ -14,6 +14,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from tests.conformance.models import build
 from tests.conformance.policies import SELECTORS, words
+from tests.engine.test_text_angles import adapting
 from tests.sampling import each_once, product
 
 PROMPT = 24
@@ -146,13 +147,7 @@ def test_mistakes_are_refused(message: str) -> None:
 @pytest.mark.parametrize(("kind", "lengths", "changing"), [("dynamic", [8], [20, 40]), ("longrope", [8, 40], [20])])
 def test_angles_must_not_change_within_a_text(kind: str, lengths: list[int], changing: list[int]) -> None:
     """Tokens that are verified together have the angles of the longest text, single steps those of their own."""
-    model: Any = copy.deepcopy(build("llama", layers=2))
-    pairs = model.config.head_dim // 2
-    scaled = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": 26}
-    model.config.max_position_embeddings = 26
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    model.config.rope_parameters |= scaled if kind == "longrope" else {}
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model = adapting(kind)
     for length in lengths:
         check_same(model, "snapkv@4", prompt(3, 48, length))
     for length in changing:

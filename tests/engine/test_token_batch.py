@@ -6,22 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.token_batch import (
-    SlotData,
-    TokenBatch,
-    assign_first,
-    assign_first_state,
-    first_slots,
-    slots_after,
-    with_dictionary,
-)
+from kvpolicy.engine.token_batch import SlotData, TokenBatch, slots_after, with_dictionary
 from tests.engine.parts import Worth, generator, shuffled
 
 ROWS = 2
 HEADS = 3
 DIM = 4
-NOTHING = (0, 0)
-"""Keys and state of an empty slot."""
 
 
 def batch(count: int, seed: int, share: float = 0.6) -> TokenBatch:
@@ -47,53 +37,12 @@ def heads() -> list[tuple[int, int]]:
     return [(b, h) for b in range(ROWS) for h in range(HEADS)]
 
 
-def chosen_positions(some: TokenBatch, b: int, h: int) -> list[int]:
-    return some.positions[b, h][some.chosen[b, h]].tolist()
-
-
-def test_tokens_are_taken_with_all_their_parts() -> None:
-    some = batch(6, 0)
-    index = torch.tensor([[[5, 0, 0, 2]] * HEADS, [[1, 1, 3, 4]] * HEADS])
-    taken = some.take(index)
-    for b, h in heads():
-        check(taken, b, h, some.positions[b, h, index[b, h]].tolist())
-        assert taken.chosen[b, h].tolist() == some.chosen[b, h, index[b, h]].tolist()
-
-
 @pytest.mark.parametrize(("start", "size"), [(0, 6), (2, 3), (4, 5), (5, 1)])
 def test_a_window_repeats_the_last_token(start: int, size: int) -> None:
     some = batch(6, 1)
     taken = some.window(start, size)
     for b, h in heads():
         check(taken, b, h, [int(some.positions[b, h, min(place, 5)]) for place in range(start, start + size)])
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_chosen_tokens_are_sorted_trimmed_and_brought_to_the_front(share: float) -> None:
-    some = batch(7, 2, share)
-    most = max(*(len(chosen_positions(some, b, h)) for b, h in heads()), 1)
-    trimmed = some.trimmed()
-    front = some.front(most)
-    assert trimmed.positions.shape[-1] == most
-    for b, h in heads():
-        want = chosen_positions(some, b, h)
-        assert some.positions[b, h, some.by_position()[b, h]][: len(want)].tolist() == sorted(want)
-        check(trimmed, b, h, sorted(want))
-        check(front, b, h, want)
-        for got in (trimmed, front):
-            assert got.chosen[b, h].tolist() == [True] * len(want) + [False] * (most - len(want))
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_a_batch_fills_the_first_slots(size: int) -> None:
-    some = batch(3, 3, share=1.0)
-    empty = torch.tensor([False, True, False]).expand(ROWS, HEADS, 3)
-    before = some.positions.clone()
-    data = first_slots(some.take(torch.arange(3).expand(ROWS, HEADS, 3)), empty, size)
-    assert data.keys.shape == data.values.shape == (ROWS, HEADS, size, DIM)
-    for b, h in heads():
-        check(data, b, h, [int(before[b, h, 0]), -1, int(before[b, h, 2])])
-        assert not data.keys[b, h, 3:].any() and not data.values[b, h, 3:].any()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -130,17 +79,3 @@ def test_a_dictionary_keeps_what_it_holds() -> None:
     for b, h in heads():
         want = new.positions[b, h].tolist()
         check(data, b, h, held.positions[b, h, :2].tolist() + want[2:] if b == 0 else want)
-
-
-@pytest.mark.parametrize("rows", [None, [True, False]])
-def test_the_first_slots_are_assigned_in_place(rows: list[bool] | None) -> None:
-    target = torch.zeros(ROWS, HEADS, 5)
-    state = Worth(torch.zeros(ROWS, HEADS, 5), torch.zeros(ROWS, HEADS, 5, dtype=torch.int64))
-    data = torch.arange(ROWS * HEADS * 2).view(ROWS, HEADS, 2) + 1
-    mask: Tensor | None = None if rows is None else torch.tensor(rows)[:, None, None]
-    assign_first(target, data.float(), mask)
-    assign_first_state(state, Worth(data.float(), data), mask)
-    for b, h in heads():
-        want = data[b, h].tolist() if rows is None or rows[b] else [*NOTHING]
-        for got in (target, state.worth, state.number):
-            assert got[b, h].tolist() == [*want, 0, 0, 0]
