@@ -18,7 +18,7 @@ from kvpolicy.hf.attachment import attachment_of, detached
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.editing import check_rows, shift
-from kvpolicy.hf.file_forms import ZLIB, FileForm, form_of
+from kvpolicy.hf.file_forms import FileForm, form_of
 from kvpolicy.hf.joining_rows import drop, put
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.layer_budgets import LayerBudgets
@@ -298,7 +298,7 @@ class PolicyCache(CacheForward):
         content = describe_cache(self, tokens, {"nbytes": self.nbytes, "full_nbytes": self.full_nbytes})
         if form is not None:
             content = form.encode(content, self.attachment)
-        write(rank_path(path, *self.attachment.place), content, ZLIB if compress else None)
+        write(rank_path(path, *self.attachment.place), content, deflates=compress is not None)
 
     @classmethod
     def load(cls, model: nn.Module, path: str | PathLike[str], new: int | None = None) -> PolicyCache:

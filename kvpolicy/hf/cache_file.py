@@ -31,9 +31,6 @@ from kvpolicy.text.formats import reason_of, replacing, stamp
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
 
-COMPRESSIONS = (None, "zlib")
-"""Accepted values of the argument `compress`."""
-
 MOST_INFLATED = 512
 """Bytes that the compressed tensors of a file may become, for each byte of the file.
 
@@ -83,23 +80,21 @@ def found_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
     return whole if os.path.isfile(whole) and not os.path.isfile(own) else own
 
 
-def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
+def write(path: Path, content: CacheFile, *, deflates: bool = False) -> None:
     """Write a file atomically.
 
     Args:
         path: The file, which is replaced if it exists.
         content: The content to write.
-        compress: `zlib` to compress the tensors of codes.
+        deflates: Whether to compress the tensors of codes.
 
     Raises:
-        KVPolicyError: If `compress` is unknown, the path is a folder, its folder does not exist, nothing can be written
-            there, or a field of the header is of another kind.
+        KVPolicyError: If the path is a folder, its folder does not exist, nothing can be written there, or a field of the
+            header is of another kind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if compress not in COMPRESSIONS:
-        raise KVPolicyError(f"compress must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compress!r}.")
     if os.path.isdir(path):
         raise KVPolicyError(
             f"A cache file must be a file, got the folder {str(path)!r}; try {path / 'cache.safetensors'}."
@@ -107,7 +102,7 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
     if not os.path.isdir(path.parent):
         raise KVPolicyError(f"The folder of a cache file must exist, got {str(path)!r}; try creating {path.parent}.")
     tensors = {name: _plain(tensor) for name, tensor in content.tensors.items()}
-    packed, small = _pack(tensors) if compress else ({}, {})
+    packed, small = _pack(tensors) if deflates else ({}, {})
     tensors |= small
     # Earlier versions read a file without a form.
     header = {**content.header, **stamp(FORMAT if "form" in content.header else 1), "packed": packed}
@@ -216,7 +211,7 @@ def _pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tens
     Returns:
         The dtype and shape of each compressed tensor, and its bytes, [n] uint8.
     """
-    small = {name: _deflated(tensor) for name, tensor in tensors.items() if ".codes." in name}
+    small = {name: deflated(_bytes(tensor)) for name, tensor in tensors.items() if ".codes." in name}
     blobs = {name: blob for name, blob in small.items() if blob.nbytes < tensors[name].nbytes}
     stored = sum(blobs.get(name, tensor).nbytes for name, tensor in tensors.items())
     if sum(tensors[name].nbytes for name in blobs) > MOST_INFLATED * stored:
@@ -225,9 +220,9 @@ def _pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tens
     return names, blobs
 
 
-def _deflated(tensor: Tensor) -> Tensor:
-    """The compressed bytes of a tensor, [n] uint8."""
-    return torch.frombuffer(bytearray(zlib.compress(_bytes(tensor))), dtype=torch.uint8)
+def deflated(data: bytes | memoryview) -> Tensor:
+    """The bytes after compression, [n] uint8."""
+    return torch.frombuffer(bytearray(zlib.compress(data)), dtype=torch.uint8)
 
 
 def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:

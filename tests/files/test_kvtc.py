@@ -41,6 +41,24 @@ PAGED = "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"
 pytestmark = pytest.mark.filterwarnings("ignore:The budget")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a calibration."""
+    return tmp_path / "calibration"
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    """A model with a calibration in the folder."""
+    return calibrated(folder)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a cache file is written."""
+    return tmp_path / "cache.safetensors"
+
+
 def held(cache: PolicyCache, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values, positions and KV heads of the full-precision slots of a layer."""
     tensors = cache.policy_layers[layer].store.tensors
@@ -144,10 +162,9 @@ def test_vectors_are_those_of_the_definition(policy: str, layers: int, tmp_path:
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
-def test_more_bits_are_more_exact_and_every_file_is_smaller_than_with_zlib(ratio: int, tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
+def test_more_bits_are_more_exact_and_every_file_is_smaller_than_with_zlib(
+    ratio: int, folder: Path, model: Any, path: Path
+) -> None:
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         cache.save(path, compress="zlib")
@@ -161,10 +178,8 @@ def test_more_bits_are_more_exact_and_every_file_is_smaller_than_with_zlib(ratio
 
 
 @pytest.mark.parametrize("policy", [*SAME, *OTHERS, *CODED, PAGED])
-def test_few_tokens_are_stored_as_they_are(policy: str, tmp_path: Path) -> None:
+def test_few_tokens_are_stored_as_they_are(policy: str, tmp_path: Path, folder: Path, model: Any) -> None:
     """Bit for bit, as without compression, and what the slots of empty ones hold is of no consequence."""
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
     with kvpolicy.attach(model, policy):
         cache, ids, mask = filled(model, [26], steps=19)
         cache.save(tmp_path / "cache.safetensors", compress=spec(folder, window=128))
@@ -188,12 +203,9 @@ def check_same_slots(model: Any, path: Path, cache: PolicyCache) -> None:
 
 
 @pytest.mark.parametrize("policy", [*CODED, PAGED])
-def test_codes_stay_as_they_are(policy: str, tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
+def test_codes_stay_as_they_are(policy: str, folder: Path, model: Any, path: Path) -> None:
     with kvpolicy.attach(model, policy):
         cache, _, _ = filled(model, [LENGTH, 23])
-        path = tmp_path / "cache.safetensors"
         loaded = passed(model, cache, path, spec(folder))
         names = [name for name in cache_file.read(path).tensors if ".codes." in name]
         cache.save(path)
@@ -206,10 +218,8 @@ def test_codes_stay_as_they_are(policy: str, tmp_path: Path) -> None:
             assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_slots_that_codes_refer_to_stay_as_they_are(tmp_path: Path) -> None:
+def test_slots_that_codes_refer_to_stay_as_they_are(tmp_path: Path, folder: Path, model: Any) -> None:
     """Their own tokens were evicted, so that nothing but the codes says that they are in use."""
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
     with kvpolicy.attach(model, words("h2o", "csr")):
         cache, _, _ = filled(model, [26], steps=19)
         loaded = passed(model, cache, tmp_path / "cache.safetensors", spec(folder))
@@ -270,9 +280,9 @@ def expected_of_one(cache: PolicyCache, folder: Path) -> Tensor:
     return reference.coded(held(cache, 0)[1][0, 0, :1], mean.double(), directions, pairs)[0].float()
 
 
-def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
+def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(
+    tmp_path: Path, folder: Path, model: Any
+) -> None:
     path = tmp_path / "caches" / "cache.safetensors"
     path.parent.mkdir()
     with kvpolicy.attach(model, "full"):
@@ -302,11 +312,8 @@ class Unnamed:
         return content
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, folder: Path, model: Any, path: Path) -> None:
     other = build("qwen3", layers=2)
-    path = tmp_path / "cache.safetensors"
     cases = [
         (model, spec(folder, 3), r"KVTC.ratio must be one that the calibration .* was made for, 1, 2, 4, got 3"),
         (model, "kvtc", "KVTC.calibration must be a folder of kvpolicy calibrate kvtc, .* got none; try"),
@@ -348,10 +355,7 @@ def test_a_form_is_written_as_it_is_read(tmp_path: Path) -> None:
     assert str(KVTC(calibration="a")) == "kvtc:calibration=a:ratio=16"
 
 
-def test_only_files_with_a_form_are_of_a_newer_format(tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
+def test_only_files_with_a_form_are_of_a_newer_format(folder: Path, model: Any, path: Path) -> None:
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         for compress, number in ((None, 1), ("zlib", 1), (spec(folder), 2)):
@@ -359,10 +363,7 @@ def test_only_files_with_a_form_are_of_a_newer_format(tmp_path: Path) -> None:
             assert read_header(path)["format"] == number
 
 
-def test_other_engines_refuse_a_file_with_loss(tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
+def test_other_engines_refuse_a_file_with_loss(folder: Path, model: Any, path: Path) -> None:
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         for compress in (None, spec(folder)):
@@ -380,7 +381,7 @@ def edited(path: Path, change: Any) -> None:
     header = dict(content.header)
     tensors = dict(content.tensors)
     change(header, tensors)
-    cache_file.write(path, cache_file.CacheFile(header, tensors), "zlib")
+    cache_file.write(path, cache_file.CacheFile(header, tensors), deflates=True)
 
 
 def bomb(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -428,11 +429,8 @@ HOSTILE: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_hostile_files(number: int, tmp_path: Path) -> None:
+def test_hostile_files(number: int, folder: Path, model: Any, path: Path) -> None:
     change, message = HOSTILE[number]
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         cache.save(path, compress=spec(folder))
@@ -442,19 +440,16 @@ def test_hostile_files(number: int, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
-def test_headers_with_nasty_values(tmp_path: Path) -> None:
+def test_headers_with_nasty_values(folder: Path, model: Any, path: Path) -> None:
     """The file is refused in one sentence, or loaded as what it was."""
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         header, tensors = stored(cache, path, compress=spec(folder))
         wanted = [t for layer in (0, 1) for t in held(PolicyCache.load(model, path), layer)]
         fields = [
-            path
-            for path in places(header)
-            if path[0] == "form" or path[2:3] in (("shape",), ("layout",), ("reserved",))
+            field
+            for field in places(header)
+            if field[0] == "form" or field[2:3] in (("shape",), ("layout",), ("reserved",))
         ]
         assert len(fields) > 6
         refused = 0
@@ -470,10 +465,7 @@ def test_headers_with_nasty_values(tmp_path: Path) -> None:
         assert refused > 100
 
 
-def test_a_truncated_file(tmp_path: Path) -> None:
-    folder = tmp_path / "calibration"
-    model = calibrated(folder)
-    path = tmp_path / "cache.safetensors"
+def test_a_truncated_file(folder: Path, model: Any, path: Path) -> None:
     with kvpolicy.attach(model, "full"):
         cache, _, _ = filled(model, [LENGTH])
         cache.save(path, compress=spec(folder))

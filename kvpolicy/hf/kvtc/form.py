@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.engine.snapshot import below
 from kvpolicy.hf.attachment import Attachment
-from kvpolicy.hf.cache_file import CacheFile, check_layers
+from kvpolicy.hf.cache_file import CacheFile, check_layers, deflated
 from kvpolicy.hf.kvtc.bases import METHOD, SIDES, Bases, Plan
 from kvpolicy.hf.kvtc.quantizer import read_stored, stored, stored_nbytes
 from kvpolicy.hf.kvtc.slots import Slots, damaged, find_slots, share_tokens
@@ -207,7 +207,7 @@ def _encode_unit(layers: list[_Layer], together: bool, bases: Bases, tensors: di
             at = _by_token(first.slots)
             x = torch.cat([layer.vectors(side, at.flatten()).unflatten(0, at.shape).flatten(1) for layer in layers], -1)
             blob = _encoded(x, bases.joint(side, indices))
-            tensors[f"layers.{first.index}.{METHOD}.joint{len(layers)}.{side}"] = _deflated(blob)
+            tensors[f"layers.{first.index}.{METHOD}.joint{len(layers)}.{side}"] = deflated(blob)
         for layer in layers:
             if layer.slots is None:
                 continue
@@ -216,7 +216,7 @@ def _encode_unit(layers: list[_Layer], together: bool, bases: Bases, tensors: di
                     _encoded(layer.vectors(side, at), bases.of_head(side, layer.index, head))
                     for head, at in enumerate(_by_head(layer))
                 ]
-                tensors[f"layers.{layer.index}.{METHOD}.heads.{side}"] = _deflated(b"".join(parts))
+                tensors[f"layers.{layer.index}.{METHOD}.heads.{side}"] = deflated(b"".join(parts))
             held = tensors.pop(f"layers.{layer.index}.{side}").flatten(0, 2)
             rest = held[layer.slots.kept.to(held.device)]
             tensors[f"layers.{layer.index}.{METHOD}.rest.{side}"] = rest
@@ -301,11 +301,6 @@ def _encoded(x: Tensor, plan: Plan) -> bytes:
 
 def _decoded(blob: bytes, plan: Plan, tokens: int, device: torch.device) -> Tensor:
     return plan.components.vectors(read_stored(blob, plan.groups, tokens).to(device))
-
-
-def _deflated(blob: bytes) -> Tensor:
-    """Compressed bytes, [n] uint8."""
-    return torch.frombuffer(bytearray(zlib.compress(blob)), dtype=torch.uint8)
 
 
 def _inflated(layer: _Layer, name: str, size: int, what: str) -> bytes:
