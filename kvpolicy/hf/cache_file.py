@@ -89,8 +89,8 @@ def write(path: Path, content: CacheFile, *, deflates: bool = False) -> None:
         deflates: Whether to compress the tensors of codes.
 
     Raises:
-        KVPolicyError: If the path is a folder, its folder does not exist, nothing can be written there, or a field of the
-            header is of another kind.
+        KVPolicyError: If the path is a folder, its folder does not exist, nothing can be written there, or a field of
+            the header is of another kind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
