@@ -210,13 +210,6 @@ class Policy:
         parts: dict[str, Any] = {kind: part_from_dict(kind, content[kind]) for kind in PROTOCOLS if kind in content}
         return cls(**parts, budget=content.get("budget", _UNSET))
 
-    def __eq__(self, other: object) -> bool:
-        """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is the whole prompt."""
-        if not isinstance(other, Policy):
-            return NotImplemented
-        same_parts = all(getattr(self, kind) == getattr(other, kind) for kind in PROTOCOLS)
-        return same_parts and self.budget == other.budget and type(self.budget) is type(other.budget)
-
     def __str__(self) -> str:
         """The shortest spec of the policy, or the constructor call if a part is not registered."""
         default = Policy()
