@@ -168,6 +168,11 @@ def check_compresses(vllm_config: Any, recipe: Recipe, shape: ModelShape) -> Non
             f"The selector must look at each KV head alone with tensor_parallel_size={ranks}, got {recipe.policy}, "
             "which compares heads that other ranks have; try snapkv."
         )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise KVPolicyError(
+            "--enable-sleep-mode must be off for prompts to be compressed, got it on, with which the engine may "
+            "discard their kept tokens; try documents instead."
+        )
     kind = vllm_config.cache_config.cache_dtype
     if kind not in ("auto", "bfloat16", "float16", "float32"):
         raise KVPolicyError(
@@ -246,6 +251,11 @@ def _unsupported(config: Any) -> list[str]:
         )
     if getattr(config.model_config, "use_mla", False):
         found.append("The model must cache keys and values, got one that caches latent vectors (MLA).")
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        found.append(
+            "--enable-return-routed-experts must be off for documents and compressed prompts, got it on, with which "
+            "vLLM 0.33 computes placeholders instead of loading tokens."
+        )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:

@@ -284,11 +284,17 @@ def salt_of(name: str, what: str) -> str:
     return f"{SALT}{what}{name}"
 
 
+def wants_prompt_logprobs(sampling: Any) -> bool:
+    """Whether sampling parameters ask for log probabilities of prompt tokens, the best ones or those of given ids."""
+    names = ("prompt_logprobs", "prompt_logprob_token_ids")
+    return any(getattr(sampling, name, None) is not None for name in names)
+
+
 def _check_request(request: Any, salt: str) -> None:
     if request.cache_salt != salt or not request.prompt_token_ids:
         raise KVPolicyError("A prompt to compress must have tokens and a cache salt of its own, got another request.")
     if request.lora_request is not None:
         raise KVPolicyError("A prompt must be compressed without an adapter, got one with LoRA.")
     sampling = request.sampling_params
-    if sampling is None or sampling.prompt_logprobs is not None:
+    if sampling is None or wants_prompt_logprobs(sampling):
         raise KVPolicyError("A compressed prompt has no log probabilities; try without prompt_logprobs.")

@@ -34,15 +34,24 @@ FIELD = "document"
 """The field of a body that names a document."""
 
 UNANSWERED = (
+    "/cohere/v2/chat",
+    "/cohere/v2/chat/render",
+    "/generative_scoring",
     "/inference/v1/generate",
     "/invocations",
+    "/tokenize",
     "/v1/chat/completions/batch",
     "/v1/chat/completions/render",
     "/v1/completions/render",
+    "/v1/decisions",
     "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
     "/v1/responses",
+    "/v1/responses/render",
+    "/v1/systemone",
 )
-"""Paths where vLLM would answer without the document."""
+"""Paths that take a prompt, where vLLM would answer without the document."""
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
@@ -135,13 +144,15 @@ class Desk:
         engine: The engine.
         library: Its documents.
         chat: Renders chats.
+        efforts: The reasoning effort that the chat template gets for one that is asked for.
     """
 
-    def __init__(self, engine: Engine, library: Library, chat: Chat) -> None:
+    def __init__(self, engine: Engine, library: Library, chat: Chat, efforts: Mapping[str, str] | None = None) -> None:
         """Prepare nothing yet."""
         self._engine = engine
         self._library = library
         self._chat = chat
+        self._efforts = efforts or {}
 
     @classmethod
     def of(cls, vllm_config: Any, args: Any) -> Desk:
@@ -169,7 +180,9 @@ class Desk:
             model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
         )
         chat = Chat(tokenizer, _template(args.chat_template), args.default_chat_template_kwargs)
-        return cls(Engine.of(vllm_config), Library(folder, verify=True), chat)
+        # The map of efforts is new in vLLM 0.33.
+        efforts = getattr(args, "reasoning_effort_map", None)
+        return cls(Engine.of(vllm_config), Library(folder, verify=True), chat, efforts)
 
     def prepare(self, content: Mapping[str, Any], is_chat: bool) -> Asked:
         """The request of a body.
@@ -208,8 +221,10 @@ class Desk:
                     "it."
                 )
         options: dict[str, Any] = {**given}
-        if (effort := body.get("reasoning_effort")) is not None:
+        if isinstance(effort := body.get("reasoning_effort"), str):
+            effort = self._efforts.get(effort, effort)
             options["reasoning_effort"] = effort
+            options.setdefault("enable_thinking", effort != "none")
         options["tools"] = body.get("tools")
         options["continue_final_message"] = bool(body.get("continue_final_message", False))
         options["add_generation_prompt"] = bool(

@@ -65,8 +65,15 @@ def first_request(ids: Sequence[int], name: str) -> tuple[dict[str, Any], dict[s
     return {"prompt_token_ids": [*ids], "cache_salt": salt_of(name, PREFILL)}, {PREFILL: name}
 
 
+TAIL = 64
+"""Tokens at the end of a compressed prompt that stand where they do in the prompt, at most."""
+
+
 def second_request(ids: Sequence[int], kept: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The prompt and the `kv_transfer_params` of the request that goes on behind a compressed prompt.
+
+    The end of the prompt stays as it is, up to half of the kept tokens: parsers of reasoning look there for the mark
+    that a chat template writes to turn thinking on or off.
 
     Args:
         ids: Its token ids.
@@ -74,8 +81,10 @@ def second_request(ids: Sequence[int], kept: int, name: str) -> tuple[dict[str, 
         name: Its name.
 
     Examples:
-        >>> second_request([5, 6, 7, 8, 9], 3, "n")[0]["prompt_token_ids"]
-        [5, 6, 9]
+        >>> second_request([5, 6, 7, 8, 9], 4, "n")[0]["prompt_token_ids"]
+        [5, 6, 8, 9]
     """
-    text = {"prompt_token_ids": [*placeholders(ids, kept - 1), ids[-1]], "cache_salt": salt_of(name, COMPRESSED)}
+    tail = max(min(TAIL, kept // 2), 1)
+    prompt_ids = [*placeholders(ids, kept - tail), *ids[len(ids) - tail :]]
+    text = {"prompt_token_ids": prompt_ids, "cache_salt": salt_of(name, COMPRESSED)}
     return text, {COMPRESSED: name}

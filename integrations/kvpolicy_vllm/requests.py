@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_vllm.documents import SALT, Document, Library
 from kvpolicy_vllm.engine import Engine
-from kvpolicy_vllm.ledger import COMPRESSED, PREFILL, Ledger, Prompt
+from kvpolicy_vllm.ledger import COMPRESSED, PREFILL, Ledger, Prompt, wants_prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class Requests:
         if request.lora_request is not None:
             raise KVPolicyError("A document must be asked without an adapter, got one with LoRA.")
         sampling = request.sampling_params
-        if sampling is None or sampling.prompt_logprobs is not None:
+        if sampling is None or wants_prompt_logprobs(sampling):
             raise KVPolicyError("A document has no log probabilities of its prompt; try without prompt_logprobs.")
         self._engine.check(document, len(request.prompt_token_ids) - document.kept)
         return document

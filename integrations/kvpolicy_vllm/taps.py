@@ -73,6 +73,11 @@ def compressor_of(
                 f"Keys and values must have the same size for prompts to be compressed, got {size} and "
                 f"{module.head_size_v} in layer {index}."
             )
+        if getattr(module, "kv_cache_update_bypass", False):
+            raise KVPolicyError(
+                "Keys must pass through attention for prompts to be compressed, got layer "
+                f"{index}, which writes them by a fused operation."
+            )
 
         def write_slots(keys: Tensor, values: Tensor, slots: Tensor, index: int = index) -> None:
             write(index, keys, values, slots)

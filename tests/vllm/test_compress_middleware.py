@@ -17,6 +17,7 @@ from kvpolicy_vllm.rendering import Rendered
 
 IDS = [*range(3, 103)]
 KEPT = 50
+HALVES = [*IDS[: KEPT // 2], *IDS[-KEPT // 2 :]]
 USAGE = {"prompt_tokens": KEPT, "completion_tokens": 1, "total_tokens": KEPT + 1}
 COMPLETED = {"model": "m", "prompt": "long", "max_tokens": 7}
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "long"}], "max_tokens": 7}
@@ -111,7 +112,7 @@ def test_a_long_prompt_is_two_requests(root: str) -> None:
         **{"cache_salt": first["cache_salt"], "kv_transfer_params": {"prefill": name}},
     }
     assert second == {
-        **{"model": "m", "priority": 3, "stop": ["."], "prompt": [*IDS[: KEPT - 1], IDS[-1]], "max_tokens": 5},
+        **{"model": "m", "priority": 3, "stop": ["."], "prompt": HALVES, "max_tokens": 5},
         **{"cache_salt": second["cache_salt"], "kv_transfer_params": {"compressed": name}},
     }
     assert first["cache_salt"] != second["cache_salt"] and name in first["cache_salt"]
@@ -130,7 +131,7 @@ def test_a_long_chat_is_rendered_once() -> None:
     status, content = server.post(CHAT, {**ASKED, "tools": tools, "cache_salt": "mine"})
     first, second = server.bodies
     params = second["kv_transfer_params"]
-    assert params == {"compressed": params["compressed"], "prompt_token_ids": [*IDS[: KEPT - 1], IDS[-1]]}
+    assert params == {"compressed": params["compressed"], "prompt_token_ids": HALVES}
     assert {**second, "cache_salt": "", "kv_transfer_params": {}} == {
         **{"model": "m", "messages": ASKED["messages"], "tools": tools, "max_completion_tokens": 5},
         **{"cache_salt": "", "kv_transfer_params": {}},

@@ -239,6 +239,13 @@ def test_values_of_another_size_are_refused(saved: Saved) -> None:
         compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
 
 
+def test_layers_that_write_their_keys_before_attention_are_refused(saved: Saved) -> None:
+    unused: Any = None
+    layers = {1: SimpleNamespace(head_size=8, kv_cache_update_bypass=True)}
+    with pytest.raises(KVPolicyError, match=r"must pass through attention .*, got layer 1, which writes them"):
+        compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
+
+
 def test_what_is_held(saved: Saved) -> None:
     recipe = recipe_of("window@41")
     rank = Rank(saved, recipe, TRANSFORMS["plain"])

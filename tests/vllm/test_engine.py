@@ -37,6 +37,7 @@ def test_an_engine_is_described(saved: Saved) -> None:
     found.check(read_document(saved.path), 10)
     Engine.of(vllm_config(saved, kv_transfer_config=None))
     Engine.of(vllm_config(saved, speculative_config=SimpleNamespace(method="ngram")))
+    Engine.of(vllm_config(saved, aux_output_config=SimpleNamespace(enabled=False)))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,10 @@ def test_an_engine_is_described(saved: Saved) -> None:
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
             "Speculative decoding must be by n-grams beside documents, got 'eagle', whose drafter has a cache",
+        ),
+        (
+            {"aux_output_config": SimpleNamespace(enabled=True)},
+            "--enable-return-routed-experts must be off for documents and compressed prompts, got it on",
         ),
     ],
 )

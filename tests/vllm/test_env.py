@@ -35,6 +35,12 @@ def test_plugins_that_the_options_of_pytest_need_are_installed() -> None:
     assert "pytest-benchmark" in TESTING
 
 
+def test_the_guide_installs_vllm_without_the_constraints() -> None:
+    """They pin a version of transformers that no vLLM takes yet; the extra must be installable as the guide says."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "vllm.md").read_text(encoding="utf-8")
+    assert 'pip install -e ".[vllm]"\n' in page
+
+
 @pytest.mark.parametrize(("codes", "wanted", "run"), [([0, 0, 0], 0, 3), ([0, 2, 0], 2, 2)])
 def test_the_first_failure_ends_it(
     codes: list[int], wanted: int, run: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

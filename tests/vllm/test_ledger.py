@@ -202,11 +202,23 @@ def test_other_requests_are_refused(scheduler: Scheduler) -> None:
     assert len(scheduler.ledger) == 1
 
 
-@pytest.mark.parametrize(("field", "message"), [("lora", "without an adapter"), ("sampling", "no log probabilities")])
-def test_adapters_and_logprobs_of_prompts_are_refused(scheduler: Scheduler, field: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora": object()}, "without an adapter"),
+        ({"sampling": SimpleNamespace(prompt_logprobs=1)}, "no log probabilities"),
+        (
+            {"sampling": SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[[5]])},
+            "no log probabilities",
+        ),
+    ],
+    ids=["adapter", "best tokens", "given tokens"],
+)
+def test_adapters_and_logprobs_of_prompts_are_refused(
+    scheduler: Scheduler, fields: dict[str, Any], message: str
+) -> None:
     text, params = first_request(IDS, "a")
-    value = SimpleNamespace(prompt_logprobs=1)
-    request = Request(text["prompt_token_ids"], text["cache_salt"], params, **{field: value})
+    request = Request(text["prompt_token_ids"], text["cache_salt"], params, **fields)
     scheduler.requests.admit(request)
     assert message in scheduler.refusal(request) and not len(scheduler.ledger)
 

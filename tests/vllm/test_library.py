@@ -13,6 +13,7 @@ import torch
 from kvpolicy import KVPolicyError
 from kvpolicy_vllm import documents, prompt, read_document
 from kvpolicy_vllm.documents import SALT, Document, Library, as_ids
+from kvpolicy_vllm.prompts import second_request
 from tests.vllm.models import Saved, make_text, save
 
 
@@ -204,3 +205,12 @@ def test_a_prompt_has_placeholders_salt_name_and_digest(saved: Saved) -> None:
     found = read_document(saved.path)
     assert text == {"prompt_token_ids": [*found.placeholders, 5, 6], "cache_salt": found.salt}
     assert params == {"document": str(saved.path), "digest": found.digest}
+
+
+@pytest.mark.parametrize(("kept", "tail"), [(2, 1), (3, 1), (10, 5), (150, 64)])
+def test_a_compressed_prompt_ends_as_the_prompt_does(kept: int, tail: int) -> None:
+    """Parsers of reasoning look for the last mark of the chat template, behind which there may be others."""
+    ids = [*range(100, 200), *range(200, 300)]
+    found = second_request(ids, kept, "n")[0]["prompt_token_ids"]
+    assert len(found) == kept and found[-tail:] == ids[-tail:]
+    assert found[:-tail] == ids[: kept - tail]

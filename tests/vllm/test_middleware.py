@@ -30,8 +30,10 @@ class Server:
         middleware: What tests call.
     """
 
-    def __init__(self, config: Any, keys: list[str] | None = None, template: str | None = TEMPLATE) -> None:
-        args = SimpleNamespace(api_key=keys, chat_template=template, default_chat_template_kwargs=None)
+    def __init__(
+        self, config: Any, keys: list[str] | None = None, template: str | None = TEMPLATE, **more: Any
+    ) -> None:
+        args = SimpleNamespace(api_key=keys, chat_template=template, default_chat_template_kwargs=None, **more)
         self._state = SimpleNamespace(vllm_config=config, args=args)
         self.bodies: list[Any] = []
         self.middleware = Documents(self._app)
@@ -270,6 +272,30 @@ def test_an_engine_without_the_connector_answers_no_document(folder: Path, chang
     status, answer = Server(config).post(CHAT, chat())
     assert status == 400
     assert ("folder" if change == "folder" else "KVPolicyConnector") in json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "efforts", "wanted"),
+    [
+        ({}, {"low": "none"}, "-"),
+        ({"reasoning_effort": None}, None, "-"),
+        ({"reasoning_effort": "low"}, None, "low-True"),
+        ({"reasoning_effort": "none"}, None, "none-False"),
+        ({"reasoning_effort": "low"}, {"low": "high"}, "high-True"),
+        ({"reasoning_effort": "high"}, {"low": "none"}, "high-True"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, None, "low-False"),
+    ],
+)
+def test_a_reasoning_effort_reaches_the_template_as_in_vllm(
+    folder: Path, changes: dict[str, Any], efforts: dict[str, str] | None, wanted: str
+) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    template = TEMPLATE + "{{ reasoning_effort }}-{{ enable_thinking }}"
+    server = Server(config_of(model, folder), template=template, reasoning_effort_map=efforts)
+    assert server.post(CHAT, chat(**changes))[0] == 200
+    ids = server.bodies[0]["kv_transfer_params"]["prompt_token_ids"]
+    kept = read_document(folder / "report.safetensors").kept
+    assert ids[kept:] == tokenizer(f"?wolf={wanted}", add_special_tokens=False).input_ids
 
 
 def test_the_template_of_the_server_may_be_a_file(folder: Path, tmp_path: Path) -> None:

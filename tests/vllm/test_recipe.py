@@ -98,8 +98,12 @@ def test_settings_of_an_engine_come_before_the_environment() -> None:
     assert Recipe.of(transfer(policy="window@0.3"), {}) == Recipe.parse("window@0.3")
 
 
-def config(cache: str = "auto", **parallel: int) -> Any:
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), cache_config=SimpleNamespace(cache_dtype=cache))
+def config(cache: str = "auto", *, sleeps: bool = False, **parallel: int) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def config(cache: str = "auto", **parallel: int) -> Any:
         ("tova@0.4", config(tensor_parallel_size=2), "compares heads"),
         ("kvcrush/h2o@0.4", config(tensor_parallel_size=2), "compares heads"),
         ("snapkv@0.4", config("fp8"), "must be auto"),
+        ("snapkv@0.4", config(sleeps=True), "--enable-sleep-mode must be off .*, got it on"),
     ],
 )
 def test_other_engines_are_refused(saved: Saved, policy: str, found: Any, message: str) -> None:

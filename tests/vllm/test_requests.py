@@ -158,6 +158,7 @@ def test_requests_that_are_refused(saved: Saved, requests: Requests, tmp_path: P
     params = good.kv_transfer_params
     other = save(saved.model, "keydiff@0.5", make_text(saved.model, 70, 1), tmp_path / "other.safetensors")
     logprobs = type("Sampling", (), {"prompt_logprobs": 1})
+    of_tokens = type("Sampling", (), {"prompt_logprobs": None, "prompt_logprob_token_ids": [[5]]})
     cases = [
         (Request(ids, salt), "must come with kv_transfer_params that name the document"),
         (Request(ids, SALT + "0" * 64, {}), "must come with kv_transfer_params that name the document"),
@@ -174,6 +175,7 @@ def test_requests_that_are_refused(saved: Saved, requests: Requests, tmp_path: P
         (Request(ids, None, ["document"]), "kv_transfer_params must be an object, got list"),
         (about(saved, lora=object()), "must be asked without an adapter, got one with LoRA"),
         (about(saved, sampling=logprobs, skip=True), "no log probabilities of its prompt; try without prompt_logprobs"),
+        (about(saved, sampling=of_tokens, skip=True), "no log probabilities of its prompt"),
         (about(saved, sampling=None), "no log probabilities of its prompt"),
         (about(saved, [5] * 221), "must have fewer than 256 tokens"),
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import urllib.request
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 import kvpolicy
 from kvpolicy_vllm import read_document
+from kvpolicy_vllm.middleware import UNANSWERED
 from tests.vllm.documents import WORDS, records, save
 from tests.vllm.servers import CHAT, COMPLETION, VLLMServer, serving
 
@@ -24,6 +27,17 @@ POLICIES = {
     "notes": "keydiff:decode=grow@0.3",
     "codes": "kvzip:decode=grow+tokenwise:bits=4@0.5",
 }
+PROMPTLESS = {
+    "/detokenize",
+    "/inference/v1/abort_requests",
+    "/is_scaling_elastic_ep",
+    "/ping",
+    "/scale_elastic_ep",
+    "/v1/chat/completions/derender",
+    "/v1/completions/derender",
+    "/v1/responses/{response_id}/cancel",
+}
+"""Paths of vLLM that take something else than a prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +124,14 @@ def test_streams_and_completions_are_answered_too(
     assert last["usage"]["kvpolicy"]["document_tokens"] == read_document(path).total
     body = {"document": "report", "prompt": "?gold=", "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     assert server.post(COMPLETION, body).text == answer(path, "?gold=")
+
+
+def test_every_path_that_takes_a_prompt_is_known(server: VLLMServer) -> None:
+    """A version of vLLM with another one would answer there without the document."""
+    with urllib.request.urlopen(server.url("/openapi.json"), timeout=30) as response:
+        paths = {path for path, kinds in json.load(response)["paths"].items() if "post" in kinds}
+    assert {CHAT, COMPLETION} < paths
+    assert paths - {CHAT, COMPLETION, *UNANSWERED} <= PROMPTLESS
 
 
 def test_refusals_are_sentences_and_reach_no_engine(server: VLLMServer) -> None:
