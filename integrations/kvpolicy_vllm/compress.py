@@ -129,8 +129,7 @@ class Compress:
             return
         raw = await body_of(receive)
         content = parsed(raw)
-        params = content.get(PARAMS) if isinstance(content, dict) else None
-        if isinstance(params, dict) and (PREFILL in params or COMPRESSED in params):
+        if _names_prompt(content):
             await refuse(send, f"{PARAMS} must not name a prompt to compress, got one that does.", PARAMS)
             return
         asked = None
@@ -205,6 +204,16 @@ class Compress:
         asked = {**scope, "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
         await self._app(with_body(asked, body), replay(body, receive), found.send)
         return found
+
+
+def _names_prompt(content: Any) -> bool:
+    """Whether a body names a prompt to the engine: on its own, or in `sampling_params`, as one of token ids can."""
+    if not isinstance(content, dict):
+        return False
+    sampling = content.get("sampling_params")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    found = [holder.get(PARAMS) for holder in (content, extra) if isinstance(holder, dict)]
+    return any(isinstance(params, dict) and (PREFILL in params or COMPRESSED in params) for params in found)
 
 
 def _second(content: Mapping[str, Any], asked: _Asked, name: str, is_chat: bool) -> dict[str, Any]:

@@ -187,9 +187,18 @@ def test_fields_that_ask_for_nothing_else(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("params", [{"prefill": "x"}, {"compressed": "x", "other": 1}])
 def test_clients_name_no_prompts_to_the_engine(path: str, params: dict[str, str]) -> None:
     server = Server()
-    status, content = server.post(path, {**COMPLETED, "kv_transfer_params": params})
-    assert status == 400 and "must not name a prompt" in content["error"]["message"] and not server.bodies
+    named = {"kv_transfer_params": params}
+    for fields in (named, {"sampling_params": {"extra_args": named}}):
+        status, content = server.post(path, {**COMPLETED, **fields})
+        assert status == 400 and "must not name a prompt" in content["error"]["message"] and not server.bodies
     assert server.post("/v1/responses", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
+
+
+@pytest.mark.parametrize("sampling", [None, [], {"extra_args": None}, {"extra_args": {"kv_transfer_params": [1]}}])
+def test_other_sampling_parameters_pass(sampling: Any) -> None:
+    server = Server()
+    body = {"token_ids": [5], "sampling_params": sampling}
+    assert server.post("/inference/v1/generate", body)[0] == 200 and server.bodies == [body]
 
 
 def test_other_paths_and_bodies_pass() -> None:
