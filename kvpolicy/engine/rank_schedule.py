@@ -65,7 +65,8 @@ class RankSchedule:
 
     def move(self, by: int) -> None:
         """Count every row as `by` tokens longer."""
-        self.ranked_len = [length + by for length in self.ranked_len]
+        # A row that was ranked before most of the tokens that are gone, or never, counts as ranked at its beginning.
+        self.ranked_len = [max(length + by, 0) for length in self.ranked_len]
 
     def due(self, length: Tensor, budget: Tensor) -> Tensor:
         """Which rows of `length` and `budget` [B] are to be ranked, [B] bool."""

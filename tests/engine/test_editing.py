@@ -370,6 +370,20 @@ def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> No
                 each.crop(-1)
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o@0.5", "uniform/adakv+h2o@0.5"])
+@pytest.mark.parametrize("by", [FIRST - LAST, 3])
+def test_a_shifted_cache_is_saved(by: int, policy: str, tmp_path: Path) -> None:
+    model = build("llama")
+    ids, mask = make_batch(LENGTHS, [LENGTHS[0], 5])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, LENGTHS[0], cache)
+        cache.shift(LAST, by)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
+        same(loaded, cache)
+
+
 def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered is cropped as ever."""
     monkeypatch.setattr(journal, "REMEMBERED", 2)

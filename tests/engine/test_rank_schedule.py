@@ -76,3 +76,11 @@ def test_a_restored_schedule_asks_at_the_same_steps(every: int, steps: int) -> N
     asked += [counted(other) for _ in range(5)]
     # The second row is due after half of its budget.
     assert asked == [bool(every) and step >= 3 for step in range(1, steps + 6)]
+
+
+def test_a_row_that_becomes_shorter_was_ranked_at_its_beginning_at_the_earliest() -> None:
+    schedule = RankSchedule(4)
+    schedule.start(3)
+    schedule.note(torch.tensor([False, True, True]), torch.tensor([9, 3, 9]), torch.tensor([20, 20, 20]))
+    schedule.move(-5)
+    assert schedule.ranked_len == [0, 0, 4]
