@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,33 @@ def test_an_error_of_a_write_names_the_file_that_the_user_knows(tmp_path: Path) 
     with pytest.raises(OSError) as raised, replacing(path) as temporary:
         temporary.write_text("text")
     assert raised.value.filename == str(path)
+
+
+def test_two_threads_write_one_file(tmp_path: Path) -> None:
+    """One of them is the last; none sees the other's half."""
+    path = tmp_path / "file"
+    half = threading.Barrier(2)
+
+    def write(text: str) -> None:
+        with replacing(path) as temporary:
+            temporary.write_text(text)
+            half.wait(timeout=60)
+            assert temporary.read_text() == text
+            half.wait(timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(write, text) for text in ("one", "another")]:
+            done.result()
+    assert path.read_text() in ("one", "another") and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """As root, it could be: another program would then read the file, or write to it."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="a device"), replacing(path) as temporary:
+        temporary.write_text("text")
+    assert path.is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_fine_tuned_model_is_another_one_where_weights_must_be_equal() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,9 +77,15 @@ def replacing(path: Path) -> Generator[Path, None, None]:
     Yields:
         The path to write to; the file there takes the place of `path` at the end, unless an error was raised. An
         error about it names `path`, which the user knows.
+
+    Raises:
+        OSError: If the file cannot be written, or is a device, in whose place a file would be of no use to others.
     """
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EEXIST, "a device", str(path))
+    # The number of a thread, which no other process has either: two threads may write the same file at once.
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
         yield temporary
         os.replace(temporary, path)
