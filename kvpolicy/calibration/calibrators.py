@@ -242,17 +242,18 @@ class TransformCalibrator(Calibrator):
 
     def __post_init__(self) -> None:
         """Check the options, before anything slow."""
-        if not self.ratios or min(self.ratios) < 1:
+        if not self.ratios or not all(map(_is_count, self.ratios)):
             got = ",".join(map(str, self.ratios)) or "none"
-            raise KVPolicyError(f"The ratios must be one or several numbers from 1, got {got}; try 4,8,16,32.")
-        if self.layers < 1:
-            raise KVPolicyError(f"layers must be at least 1, got {self.layers}; try 1.")
+            raise KVPolicyError(f"The ratios must be one or several integers from 1, got {got}; try 4,8,16,32.")
+        if not _is_count(self.layers):
+            raise KVPolicyError(f"layers must be an integer from 1, got {self.layers}; try 1.")
 
     def made(self, run: Run) -> dict[str, Any]:
-        from kvpolicy.calibration.kvtc import check_model
+        from kvpolicy.calibration.kvtc import SINKS, check_model
 
         check_model(run.model)
-        tokens = run.enough("find components with", ", or more tokens of it", self.tokens)
+        purpose = f"find components with, without the first {SINKS} of each window,"
+        tokens = run.enough(purpose, ", longer windows, or more tokens of it", self.tokens, skip=SINKS)
         options = {"ratios": sorted({*self.ratios}), "layers": self.layers, "seed": self.seed}
         return run.text() | {"tokens": tokens} | options
 
@@ -483,3 +484,7 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "gate": GateCalibrator,
 }
 """The calibrators by the names of their commands, in the order of the help."""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

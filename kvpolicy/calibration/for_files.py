@@ -54,7 +54,7 @@ def calibrate_kvtc(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     meta = calibrate_kvtc(kvpolicy.tiny()[0], [torch.arange(3, 140)], folder, ratios=[16])
         >>> meta["tokens"], meta["ratios"], len(meta["spans"])
-        (137, [16], 8)
+        (133, [16], 8)
     """
     calibrator = TransformCalibrator(ratios=tuple(ratios), layers=layers, tokens=tokens, seed=seed)
     return calibrate(calibrator, model, windows, out, name=name, progress=progress, force=force).meta

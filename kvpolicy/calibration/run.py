@@ -44,15 +44,16 @@ class Run:
 
         return {"text_sha256": text_sha256(self.windows)} | ({"windows": len(self.windows)} if windows else {})
 
-    def enough(self, purpose: str, more: str = "", tokens: int | None = None) -> int:
-        """The number of tokens, of a sample of about `tokens` or of all windows.
+    def enough(self, purpose: str, more: str = "", tokens: int | None = None, skip: int = 0) -> int:
+        """The number of tokens, of a sample of about `tokens` or of all windows, without the first `skip` of each.
 
         Raises:
             KVPolicyError: If there are too few for the purpose.
         """
         from kvpolicy.calibration.samples import tokens_per_window
 
-        count = sum(map(len, self.windows) if tokens is None else tokens_per_window(self.windows, tokens))
+        bodies = [ids[skip:] for ids in self.windows]
+        count = sum(map(len, bodies) if tokens is None else tokens_per_window(bodies, tokens))
         if count < MIN_TOKENS:
             raise KVPolicyError(
                 f"The tokens to {purpose} must be at least {MIN_TOKENS}, got {count}; try a longer text{more}."

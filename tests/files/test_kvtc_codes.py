@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy import KVPolicyError
+from kvpolicy.calibration import calibrate_kvtc
 from kvpolicy.calibration.kvtc import plans, sample_vectors
 from kvpolicy.calibration.samples import collect
 from kvpolicy.hf.kvtc.allocation import SIZES, STEP, allocate, measure_errors
@@ -152,3 +157,29 @@ def test_samples_are_the_unrotated_keys_and_the_values_of_later_tokens() -> None
             torch.testing.assert_close(found[side][layer], x[:, later], rtol=1e-4, atol=1e-4)
     few = sample_vectors(model, texts, 30, 0, progress=False)
     assert {x.shape[1] for layers in few.values() for x in layers.values()} == {30}
+
+
+def test_the_first_tokens_of_windows_are_not_counted(tmp_path: Path) -> None:
+    """They are not used: of 200 windows of four tokens, nothing would be left."""
+    model = build("llama", layers=2)
+    for length, left in ((3, 0), (4, 0), (5, 60)):
+        with pytest.raises(KVPolicyError, match=rf"without the first 4 .* must be at least 128, got {left}; try"):
+            calibrate_kvtc(model, [torch.arange(3, 3 + length)] * 60, tmp_path / "calibration")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ratios": []}, "integers from 1, got none"),
+        ({"ratios": [4, 0]}, "integers from 1, got 4,0"),
+        ({"ratios": [4.5]}, r"integers from 1, got 4\.5"),
+        ({"ratios": [True]}, "integers from 1, got True"),
+        ({"ratios": "16"}, "integers from 1, got 1,6"),
+        ({"layers": 0}, "layers must be an integer from 1, got 0"),
+        ({"layers": 1.5}, r"layers must be an integer from 1, got 1\.5"),
+    ],
+)
+def test_options_that_are_no_counts(options: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(KVPolicyError, match=said):
+        calibrate_kvtc(build("llama", layers=2), windows(), tmp_path / "calibration", **options)
