@@ -31,6 +31,9 @@ from kvpolicy.text.formats import reason_of, replacing, stamp
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
 
+CODES = ".codes."
+"""A part of the names of tensors of codes, which alone may be compressed."""
+
 MOST_INFLATED = 512
 """Bytes that the compressed tensors of a file may become, for each byte of the file.
 
@@ -80,6 +83,20 @@ def found_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
     return whole if os.path.isfile(whole) and not os.path.isfile(own) else own
 
 
+def check_path(path: Path) -> None:
+    """Refuse a path at which no file can be.
+
+    Raises:
+        KVPolicyError: If it is a folder, or its folder does not exist.
+    """
+    if os.path.isdir(path):
+        raise KVPolicyError(
+            f"A cache file must be a file, got the folder {str(path)!r}; try {path / 'cache.safetensors'}."
+        )
+    if not os.path.isdir(path.parent):
+        raise KVPolicyError(f"The folder of a cache file must exist, got {str(path)!r}; try creating {path.parent}.")
+
+
 def write(path: Path, content: CacheFile, *, deflates: bool = False) -> None:
     """Write a file atomically.
 
@@ -89,18 +106,12 @@ def write(path: Path, content: CacheFile, *, deflates: bool = False) -> None:
         deflates: Whether to compress the tensors of codes.
 
     Raises:
-        KVPolicyError: If the path is a folder, its folder does not exist, nothing can be written there, or a field of
-            the header is of another kind.
+        KVPolicyError: As `check_path`, or if nothing can be written there, or a field of the header is of another kind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if os.path.isdir(path):
-        raise KVPolicyError(
-            f"A cache file must be a file, got the folder {str(path)!r}; try {path / 'cache.safetensors'}."
-        )
-    if not os.path.isdir(path.parent):
-        raise KVPolicyError(f"The folder of a cache file must exist, got {str(path)!r}; try creating {path.parent}.")
+    check_path(path)
     tensors = {name: _plain(tensor) for name, tensor in content.tensors.items()}
     packed, small = _pack(tensors) if deflates else ({}, {})
     tensors |= small
@@ -113,7 +124,8 @@ def write(path: Path, content: CacheFile, *, deflates: bool = False) -> None:
         with replacing(path) as temporary:
             temporary.touch()  # names the reason where nothing can be written; safetensors has a text alone
             mode = temporary.stat().st_mode
-            save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(header, allow_nan=False)})
+            # A single entry: the order of several would differ from file to file.
+            save_file(tensors, temporary, metadata={KEY: json.dumps(header, allow_nan=False)})
             temporary.chmod(mode)  # safetensors lets nobody else read its files, whatever the umask says
     except (OSError, SafetensorError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else f"an error of safetensors ({error})"
@@ -135,7 +147,7 @@ def read_tokens(path: Path) -> Tensor:
 
 
 def read(path: Path, *, mapped: bool = True) -> CacheFile:
-    """Read and verify a file; no more than `MOST_INFLATED` times its bytes are allocated.
+    """Read and verify a file; no more than `MOST_INFLATED` times the bytes of its tensors are allocated.
 
     Args:
         path: The file.
@@ -151,10 +163,11 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
         raise not_as_written(path)
     check_header(header, str(path))
     packed: dict[str, tuple[str, list[int]]] = header["packed"]
-    if any(name not in tensors or tensors[name].dtype != torch.uint8 for name in packed):
+    # Positions among them would say how large the keys and values of a form with loss become.
+    if any(name not in tensors or CODES not in name or tensors[name].dtype != torch.uint8 for name in packed):
         raise not_as_written(path)
     whole = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in packed.values())
-    if whole > MOST_INFLATED * path.stat().st_size:
+    if whole > MOST_INFLATED * sum(tensor.nbytes for tensor in tensors.values()):
         raise KVPolicyError(
             f"The cache file {str(path)!r} must not decompress to more than {MOST_INFLATED} times its size, got "
             "compressed tensors that would; save the cache again."
@@ -162,7 +175,7 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
     for name, (dtype, shape) in packed.items():
         try:
             tensors[name] = _inflated(tensors[name], getattr(torch, dtype), shape)
-        except (zlib.error, ValueError, RuntimeError) as error:  # torch refuses some shapes without elements
+        except (ValueError, RuntimeError) as error:  # torch refuses some shapes without elements
             raise not_as_written(path) from error
     return CacheFile(header, tensors)
 
@@ -211,7 +224,7 @@ def _pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tens
     Returns:
         The dtype and shape of each compressed tensor, and its bytes, [n] uint8.
     """
-    small = {name: deflated(_bytes(tensor)) for name, tensor in tensors.items() if ".codes." in name}
+    small = {name: deflated(_bytes(tensor)) for name, tensor in tensors.items() if CODES in name}
     blobs = {name: blob for name, blob in small.items() if blob.nbytes < tensors[name].nbytes}
     stored = sum(blobs.get(name, tensor).nbytes for name, tensor in tensors.items())
     if sum(tensors[name].nbytes for name in blobs) > MOST_INFLATED * stored:
@@ -225,11 +238,30 @@ def deflated(data: bytes | memoryview) -> Tensor:
     return torch.frombuffer(bytearray(zlib.compress(data)), dtype=torch.uint8)
 
 
+def inflated(blob: Tensor, size: int) -> bytes:
+    """The bytes that `deflated` was given: as many as there must be, and never more, whatever they would become.
+
+    Args:
+        blob: [n] uint8.
+        size: How many there must be.
+
+    Raises:
+        ValueError: If there are more or fewer, or the rest of the blob is something else.
+    """
+    reader = zlib.decompressobj()
+    try:
+        # One more would be one too many; 0 would mean any number.
+        found = reader.decompress(_bytes(blob), size + 1)
+    except zlib.error as error:
+        raise ValueError("bytes that cannot be decompressed") from error
+    if len(found) != size or not reader.eof or reader.unused_data:
+        raise ValueError("another number of bytes")
+    return found
+
+
 def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     whole = torch.empty(shape, dtype=dtype, device="cpu")
-    # Never more bytes than the header says, whatever the compressed ones would become; 0 would mean any number.
-    found = zlib.decompressobj().decompress(_bytes(blob), max(whole.nbytes, 1))
-    _bytes(whole)[:] = found
+    _bytes(whole)[:] = inflated(blob, whole.nbytes)
     return whole
 
 
@@ -334,17 +366,17 @@ def _window_difference(content: CacheFile, attachment: Attachment) -> str:
     for index, window in attachment.model_shape.unmanaged.items():
         shape = attachment.model_shape.unmanaged_shapes[index]
         least = min(header["columns"], window - 1)  # more are held while the past is recorded
-        for name in (f"layers.{index}.keys", f"layers.{index}.values"):
+        for side, size in (("keys", shape.head_dim), ("values", shape.held_value_dim)):
+            name = f"layers.{index}.{side}"
             tensor = held.get(name)
             if tensor is None or tensor.dtype not in dtypes or tensor.dim() != 4:
                 return f"the tensor {name} as {dtype} of 4 dimensions, got {_described(tensor)}"
             rows, heads, tokens, dim = tensor.shape
-            sized = (rows, dim) == (header["rows"], shape.head_dim) and least <= tokens <= header["columns"]
+            sized = (rows, dim) == (header["rows"], size) and least <= tokens <= header["columns"]
             # A rank may have fewer heads than others.
             if not sized or heads > shape.heads or (heads < shape.heads and header["ranks"]["size"] == 1):
                 return (
-                    f"the tensor {name} as [{header['rows']}, {shape.heads}, {least}, {shape.head_dim}], got "
-                    f"{_described(tensor)}"
+                    f"the tensor {name} as [{header['rows']}, {shape.heads}, {least}, {size}], got {_described(tensor)}"
                 )
     return ""
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from kvpolicy.engine.host import outside_autocast
 from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import CacheFile
 from kvpolicy.text.errors import KVPolicyError
@@ -27,6 +28,17 @@ FORMS = {"kvtc": "kvpolicy.hf.kvtc.form:KVTC"}
 @runtime_checkable
 class FileForm(Protocol):
     """A way to write the tensors of a cache to a file. `str` of a form is its spec."""
+
+    def check(self, attachment: Attachment) -> None:
+        """Refuse a model whose caches cannot be written so, before a text is read.
+
+        Args:
+            attachment: The attachment of the model.
+
+        Raises:
+            KVPolicyError: Naming the part of the model, or the option, that does not allow it.
+        """
+        ...
 
     def encode(self, content: CacheFile, attachment: Attachment) -> CacheFile:
         """The content as it is written, with an entry `form` in its header.
@@ -93,7 +105,9 @@ def decoded(content: CacheFile, attachment: Attachment, device: torch.device, wh
             f"The form of the cache file {what!r} must be one of {', '.join(FORMS)}, got {shorten(repr(name))}; update "
             "kvpolicy."
         )
-    return _parsed(name, told["spec"]).decode(content, attachment, device, what)
+    form = _parsed(name, told["spec"])
+    with outside_autocast(device):
+        return form.decode(content, attachment, device, what)
 
 
 def _parsed(name: str, text: str) -> FileForm:

@@ -77,7 +77,7 @@ class TensorFile(CalibrationKind[Content], Generic[Content, Layer]):
         }
         facts = stamp(self.format) | {"model": told.model, "made": told.made}
         facts["sha256"] = digest(facts, tensors)
-        return {"": pack_tensors(tensors, {"format": "pt", self.key: json.dumps(facts, allow_nan=False)})}
+        return {"": pack_tensors(tensors, {self.key: json.dumps(facts, allow_nan=False)})}
 
     def parse(self, parts: Sequence[Any], path: str) -> Content:
         """See `ModelFile`."""

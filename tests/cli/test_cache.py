@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
@@ -69,6 +70,25 @@ def test_a_file_with_loss_is_made_and_described(tmp_path: Path, capsys: pytest.C
     for wrong in (["--form", "gzip"], ["--form", "kvtc:ratio=x"], ["--form", form, "--compress"]):
         assert main([*make, *wrong]) == 2
     assert "--compress must not be given with --form" in " ".join(capsys.readouterr().err.split())
+    assert main([*make[:-2], str(folder / "tensors.safetensors"), "--force", "--form", form]) == 2
+    assert "must not be an input of the command" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_cannot_be_written_is_refused_before_the_text_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", read)
+    out = ["--out", str(tmp_path / "cache.safetensors")]
+    nowhere = f"kvtc:calibration={tmp_path / 'nowhere'}:ratio=8"
+    for wrong, said in (
+        ([*out, "--form", nowhere], "nowhere"),
+        (["--out", str(tmp_path / "no" / "cache.safetensors")], "folder of a cache file must exist"),
+    ):
+        assert main(["cache", "make", TEXT, *wrong]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_text_is_read_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

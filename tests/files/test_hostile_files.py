@@ -155,6 +155,8 @@ def bombs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     for shape in ([2**26], [2**40], [2**40] * 600, [0], [0, 2**40, 2**40], [1] * 99):
         yield {**header, "packed": {**header["packed"], name: ["uint8", shape]}}, tensors
     yield {**header, "packed": {**header["packed"], "nowhere": ["uint8", [4]]}}, tensors
+    positions = {"layers.0.positions": zeros}
+    yield {**header, "packed": {"layers.0.positions": ["int32", [2**23 + 1]]}}, {**load_file(path), **positions}
     layer = header["layers"]["0"]
     for change in (
         {"capacity": 2**39},
@@ -192,6 +194,18 @@ def test_files_that_would_need_more_memory_than_they_hold(tmp_path: Path, monkey
             with pytest.raises(KVPolicyError):
                 PolicyCache.load(model, path)
     assert largest < cache_file.MOST_INFLATED * 2**16
+
+
+def test_compressed_codes_with_something_behind_them(tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.5"):
+        header, tensors = stored(start(model, [26])[0], path, compress="zlib")
+        name = next(iter(header["packed"]))
+        for blob in (torch.cat([tensors[name], tensors[name][:1]]), tensors[name][:-1], tensors[name][:0]):
+            forge(path, json.dumps(header), {**tensors, name: blob})
+            with pytest.raises(KVPolicyError, match="must be as it was written"):
+                PolicyCache.load(model, path)
 
 
 def test_pinned_tokens_of_another_policy(tmp_path: Path) -> None:

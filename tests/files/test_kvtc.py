@@ -151,14 +151,8 @@ def test_vectors_are_those_of_the_definition(policy: str, layers: int, tmp_path:
                     torch.testing.assert_close(after[flags], want[flags], atol=2e-4, rtol=1e-4)
                     assert torch.equal(after[~flags & occupied], before[~flags & occupied])
                     assert not after[~occupied].any() and not torch.equal(after[flags], before[flags])
-        state = [
-            {
-                name: t
-                for name, t in cache_file.read(tmp_path / "cache.safetensors").tensors.items()
-                if "kvtc" not in name
-            }
-        ]
-        assert all(name.rpartition(".")[2] not in ("keys", "values") or "codes" in name for name in state[0])
+        plain = [name for name in names if "kvtc" not in name and "codes" not in name]
+        assert not any(name.endswith((".keys", ".values")) for name in plain)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -181,10 +175,9 @@ def test_more_bits_are_more_exact_and_every_file_is_smaller_than_with_zlib(
 def test_few_tokens_are_stored_as_they_are(policy: str, tmp_path: Path, folder: Path, model: Any) -> None:
     """Bit for bit, as without compression, and what the slots of empty ones hold is of no consequence."""
     with kvpolicy.attach(model, policy):
-        cache, ids, mask = filled(model, [26], steps=19)
+        cache, _, _ = filled(model, [26], steps=19)
         cache.save(tmp_path / "cache.safetensors", compress=spec(folder, window=128))
         check_same_slots(model, tmp_path / "cache.safetensors", cache)
-        del ids, mask
 
 
 def check_same_slots(model: Any, path: Path, cache: PolicyCache) -> None:
@@ -291,9 +284,13 @@ def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(
         shutil.move(folder, path.parent / "calibration")
         second = PolicyCache.load(model, path)
         assert all(torch.equal(*pair) for pair in zip(static_tensors(first), static_tensors(second), strict=True))
-        shutil.rmtree(path.parent / "calibration")
-        with pytest.raises(KVPolicyError, match="must be a folder"):
+        shutil.move(path.parent / "calibration", path.parent / "moved")
+        (path.parent / "calibration").mkdir()  # of the same name, and no calibration
+        with pytest.raises(KVPolicyError, match=r"got none in .*; put the folder 'calibration' of that time next to"):
             PolicyCache.load(model, path)
+        shutil.copytree(path.parent / "moved", folder)
+        third = PolicyCache.load(model, path)
+        assert all(torch.equal(*pair) for pair in zip(static_tensors(first), static_tensors(third), strict=True))
     calibrate_kvtc(model, [torch.arange(3, 40).repeat(5)], path.parent / "calibration", ratios=[2])
     with (
         kvpolicy.attach(model, "full"),
@@ -302,8 +299,36 @@ def test_the_calibration_is_found_next_to_the_file_and_must_be_the_same(
         PolicyCache.load(model, path)
 
 
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_the_folder_of_the_calibration_has_no_name(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = calibrated(tmp_path / "calibration")
+    here = tmp_path / "calibration" / ("" if folder == "." else "below")
+    here.mkdir(exist_ok=True)
+    monkeypatch.chdir(here)
+    path = tmp_path / "caches" / "cache.safetensors"
+    path.parent.mkdir()
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        assert passed(model, cache, path, f"kvtc:calibration={folder}:ratio=2").get_seq_length() == LENGTH + 2
+
+
+def test_under_autocast_a_file_is_written_and_read_as_it_is_without(folder: Path, model: Any, path: Path) -> None:
+    with kvpolicy.attach(model, "full"):
+        cache, _, _ = filled(model, [LENGTH])
+        wanted = passed(model, cache, path, spec(folder))
+        before = path.read_bytes()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = passed(model, cache, path, spec(folder))
+        assert path.read_bytes() == before
+        assert all(map(torch.equal, static_tensors(wanted), static_tensors(found)))
+
+
 class Unnamed:
     """A form that no file could name."""
+
+    def check(self, attachment: Any) -> None: ...
 
     def encode(self, content: cache_file.CacheFile, attachment: Any) -> cache_file.CacheFile:
         return content
@@ -409,7 +434,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (bomb, "bytes of codes"),
     (longer, "bytes of codes"),
     (shorter, "bytes of codes"),
-    (noise, "can be decompressed"),
+    (noise, "bytes that cannot be decompressed"),
     (lambda _, tensors: tensors.pop("layers.0.kvtc.joint1.values"), "the codes joint1.values of layer 0, got none"),
     (lambda _, tensors: tensors.pop("layers.1.kvtc.rest.keys"), "keys of 9 tokens|keys of .* got none"),
     (lambda _, tensors: tensors.update({"layers.1.kvtc.rest.keys": torch.zeros(2**20, 8)}), "keys of .* got torch"),

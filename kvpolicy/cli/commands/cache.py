@@ -68,15 +68,18 @@ def make(
         raise KVPolicyError(f"--compress must not be given with --form, which compresses codes too, got {form!r}.")
     text, _ = read_prompt(prompt, file, model, whole=True)
     from kvpolicy.cli.model_loading import load
+    from kvpolicy.hf.cache_file import check_path
     from kvpolicy.hf.cache_header import read_header
     from kvpolicy.hf.file_forms import ZLIB, form_of
     from kvpolicy.policy import Policy
+    from kvpolicy.text.model_file import paths_in
 
     how = form or (ZLIB if compress else None)
-    form_of(how)  # before the model is loaded
+    written = form_of(how)  # before the model is loaded
     wanted = Policy.parse(policy)
     out = out.expanduser()
-    inputs = [file, model, *files_of(wanted)]
+    inputs = [file, model, *files_of(wanted), *paths_in(written)]
+    check_path(out)
     check_output(out, "a saved cache", inputs=inputs, is_own=lambda path: read_header(Path(path)), force=force)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
@@ -141,11 +144,16 @@ def make_file(
     import torch
 
     from kvpolicy.hf.attach import attach
+    from kvpolicy.hf.attachment import attachment_of
     from kvpolicy.hf.cache import PolicyCache
     from kvpolicy.hf.cache_names import cache_argument
+    from kvpolicy.hf.file_forms import form_of
 
     ids = ids.to(model.device)
+    form = form_of(compress)
     with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
+        if form is not None:
+            form.check(attachment_of(model))  # before the text is read, which may take long
         cache = PolicyCache(model, prompt=ids.shape[1])
         for part in ids.split(chunk or ids.shape[1], dim=1):
             model(part, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)

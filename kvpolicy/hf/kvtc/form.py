@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._files import FACTS
 from kvpolicy.engine.snapshot import below
 from kvpolicy.hf.attachment import Attachment
-from kvpolicy.hf.cache_file import CacheFile, check_layers, deflated
+from kvpolicy.hf.cache_file import CacheFile, check_layers, deflated, inflated
 from kvpolicy.hf.kvtc.bases import METHOD, SIDES, Bases, Plan
 from kvpolicy.hf.kvtc.quantizer import read_stored, stored, stored_nbytes
 from kvpolicy.hf.kvtc.slots import Slots, damaged, find_slots, share_tokens
@@ -84,15 +84,13 @@ class KVTC:
         terms += [f"window={self.window}"] if self.window != 128 else []
         return ":".join(terms)
 
+    def check(self, attachment: Attachment) -> None:
+        """See `FileForm`."""
+        self._own_bases(attachment)
+
     def encode(self, content: CacheFile, attachment: Attachment) -> CacheFile:
         """See `FileForm`."""
-        rank, size = attachment.place
-        if size > 1:
-            raise KVPolicyError(
-                "A cache must be whole to be saved with kvtc, whose components are those of all heads, got rank "
-                f"{rank + 1} of {size}; try compress='zlib'."
-            )
-        bases = self._bases(self.calibration, attachment)
+        bases = self._own_bases(attachment)
         layers = self._layers(content, attachment, bases, "cache")
         tensors = dict(content.tensors)
         for span in bases.spans:
@@ -109,7 +107,7 @@ class KVTC:
         if told != bases.sha256:
             raise KVPolicyError(
                 f"The cache file {what!r} must be loaded with the calibration that it was saved with, got another one "
-                f"in {bases.folder!r}; put the folder {Path(self.calibration).name!r} of that time next to the file."
+                f"in {bases.folder!r}; put the folder {self._name!r} of that time next to the file."
             )
         layers = self._layers(content, attachment, bases, what)
         tensors = {name: tensor for name, tensor in content.tensors.items() if f".{METHOD}." not in name}
@@ -120,9 +118,27 @@ class KVTC:
         return CacheFile(header, tensors)
 
     def _found(self, what: str) -> str:
-        """The folder of the calibration: next to the cache file if there is one of its name, else where it was."""
-        near = Path(what).expanduser().parent / Path(self.calibration).name
-        return str(near) if near.is_dir() else self.calibration
+        """The folder of the calibration: next to the cache file if one of its name is there, else where it was."""
+        for folder in (Path(what).expanduser().parent / self._name, Path(self.calibration).expanduser()):
+            if (folder / FACTS).is_file():  # others may be called alike
+                return str(folder)
+        raise KVPolicyError(
+            f"The cache file {what!r} must be loaded with the calibration that it was saved with, got none in "
+            f"{self.calibration!r}; put the folder {self._name!r} of that time next to the file."
+        )
+
+    @property
+    def _name(self) -> str:
+        return Path(self.calibration).name or self.calibration
+
+    def _own_bases(self, attachment: Attachment) -> Bases:
+        rank, size = attachment.place
+        if size > 1:
+            raise KVPolicyError(
+                "A cache must be whole to be saved with kvtc, whose components are those of all heads, got rank "
+                f"{rank + 1} of {size}; try compress='zlib'."
+            )
+        return self._bases(self.calibration, attachment)
 
     def _bases(self, folder: str, attachment: Attachment) -> Bases:
         shape = attachment.model_shape.shape
@@ -304,16 +320,11 @@ def _decoded(blob: bytes, plan: Plan, tokens: int, device: torch.device) -> Tens
 
 
 def _inflated(layer: _Layer, name: str, size: int, what: str) -> bytes:
-    """As many bytes as there must be, and never more."""
+    """As many bytes of codes as there must be."""
     held = layer.tensors.get(f"{METHOD}.{name}")
     if held is None or held.dtype != torch.uint8 or held.dim() != 1:
         raise damaged(f"the codes {name} of layer {layer.index}, got none", what)
-    reader = zlib.decompressobj()
     try:
-        # One more would be one too many; 0 would mean any number.
-        blob = reader.decompress(held.numpy().data, size + 1)
-    except zlib.error as error:
-        raise damaged(f"codes {name} of layer {layer.index} that can be decompressed, got others", what) from error
-    if len(blob) != size or not reader.eof or reader.unused_data:
-        raise damaged(f"{size} bytes of codes {name} in layer {layer.index}, got another number", what)
-    return blob
+        return inflated(held, size)
+    except ValueError as error:
+        raise damaged(f"{size} bytes of codes {name} in layer {layer.index}, got {error}", what) from error
