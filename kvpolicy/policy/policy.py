@@ -210,6 +210,13 @@ class Policy:
         parts: dict[str, Any] = {kind: part_from_dict(kind, content[kind]) for kind in PROTOCOLS if kind in content}
         return cls(**parts, budget=content.get("budget", _UNSET))
 
+    def __eq__(self, other: object) -> bool:
+        """Equal parts and an equal budget; those of a `ModelPolicy` are its policy's."""
+        if not isinstance(other, Policy):
+            return NotImplemented
+        # `named_options` compares types besides: a budget of 1 is one token, and 1.0 is the whole prompt.
+        return all(getattr(self, kind) == getattr(other, kind) for kind in (*PROTOCOLS, "budget"))
+
     def __str__(self) -> str:
         """The shortest spec of the policy, or the constructor call if a part is not registered."""
         default = Policy()
