@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -78,20 +79,24 @@ def allocate(choices: Sequence[Choice], energy: Tensor, budget: int) -> tuple[Gr
     units = budget // unit
     lost: list[float] = energy.double().tolist()
     width = len(lost)
-    # best[i][b]: the least error of the first i components in b units of bits; chosen[i][b]: their last group.
-    best = torch.zeros(width + 1, units + 1, dtype=torch.float64, device="cpu")
+    # chosen[i][b]: the last group of the first i components in b units of bits. best[-s][b]: the least error of all but
+    # the last s of them; no group is larger than what is kept here.
     chosen = torch.zeros(width + 1, units + 1, dtype=torch.int8, device="cpu")
+    best = deque(
+        [torch.zeros(units + 1, dtype=torch.float64, device="cpu")], maxlen=max(group.size for group, _ in kept)
+    )
     for end in range(1, width + 1):
-        best[end] = best[end - 1] + lost[end - 1]
+        least = best[-1] + lost[end - 1]
         for number, (group, errors) in enumerate(kept, 1):
             start = end - group.size
             if start < 0:
                 continue
             cost = group.cost // unit
-            with_it = best[start, : units + 1 - cost] + errors[start]
-            better = with_it < best[end, cost:]
-            best[end, cost:] = torch.where(better, with_it, best[end, cost:])
+            with_it = best[-group.size][: units + 1 - cost] + errors[start]
+            better = with_it < least[cost:]
+            least[cost:] = torch.where(better, with_it, least[cost:])
             chosen[end, cost:].masked_fill_(better, number)
+        best.append(least)
     return _groups([group for group, _ in kept], chosen, unit)
 
 

@@ -70,6 +70,8 @@ class KVTC:
           newest tokens of a text are among them.
         - Every vector has the same number of bits; how the paper divides them between keys and values is not known.
         - DEFLATE is that of zlib, on the CPU, over the codes of a component next to each other.
+        - At and behind a picture (M-RoPE), the number of a token stands for its position, so that a part of the
+          rotation stays in its key, and its components may need more bits.
     """
 
     calibration: str = checked(_check_folder, "")
@@ -216,26 +218,32 @@ def _units(span: list[_Layer]) -> Iterator[tuple[list[_Layer], bool]]:
 
 def _encode_unit(layers: list[_Layer], together: bool, bases: Bases, tensors: dict[str, Tensor]) -> None:
     """Put codes and the remaining vectors in the place of the keys and values of some layers."""
-    first = layers[0]
-    indices = [layer.index for layer in layers]
+    first = layers[0].index
     for side in SIDES:
         if together:
-            at = _by_token(first.slots)
-            x = torch.cat([layer.vectors(side, at.flatten()).unflatten(0, at.shape).flatten(1) for layer in layers], -1)
-            blob = _encoded(x, bases.joint(side, indices))
-            tensors[f"layers.{first.index}.{METHOD}.joint{len(layers)}.{side}"] = deflated(blob)
+            tensors[f"layers.{first}.{METHOD}.joint{len(layers)}.{side}"] = _together(layers, side, bases)
         for layer in layers:
             if layer.slots is None:
                 continue
             if not together:
-                parts = [
-                    _encoded(layer.vectors(side, at), bases.of_head(side, layer.index, head))
-                    for head, at in enumerate(_by_head(layer))
-                ]
-                tensors[f"layers.{layer.index}.{METHOD}.heads.{side}"] = deflated(b"".join(parts))
+                tensors[f"layers.{layer.index}.{METHOD}.heads.{side}"] = _apart(layer, side, bases)
             held = tensors.pop(f"layers.{layer.index}.{side}").flatten(0, 2)
             rest = held[layer.slots.kept.to(held.device)]
             tensors[f"layers.{layer.index}.{METHOD}.rest.{side}"] = rest
+
+
+def _together(layers: list[_Layer], side: str, bases: Bases) -> Tensor:
+    """The codes of the tokens of some layers, all heads of which are one vector."""
+    at = _by_token(layers[0].slots)
+    parts = [layer.vectors(side, at.flatten()).unflatten(0, at.shape).flatten(1) for layer in layers]
+    return deflated(_encoded(torch.cat(parts, -1), bases.joint(side, [layer.index for layer in layers])))
+
+
+def _apart(layer: _Layer, side: str, bases: Bases) -> Tensor:
+    """The codes of the tokens of each head of a layer, one head behind the other."""
+    slots = enumerate(_by_head(layer))
+    parts = [_encoded(layer.vectors(side, at), bases.of_head(side, layer.index, head)) for head, at in slots]
+    return deflated(b"".join(parts))
 
 
 def _decode_unit(
@@ -248,30 +256,33 @@ def _decode_unit(
     what: str,
 ) -> None:
     """Put keys and values of some layers in the place of their codes."""
-    first = layers[0]
-    indices = [layer.index for layer in layers]
     dtype: torch.dtype = getattr(torch, content.header["dtype"])
+    encoded = [layer for layer in layers if layer.slots is not None]
     for side in SIDES:
-        for layer in layers:
-            if layer.slots is not None:
-                _begin(layer, side, dtype, bases, what)
+        for layer in encoded:
+            _begin(layer, side, dtype, bases, what)
         if together:
-            at = _by_token(first.slots)
-            plan = bases.joint(side, indices)
-            blob = _inflated(first, f"joint{len(layers)}.{side}", stored_nbytes(plan.groups, len(at)), what)
-            parts = _decoded(blob, plan, len(at), device).chunk(len(layers), -1)
-            for layer, part in zip(layers, parts, strict=True):
-                layer.put(side, at.flatten(), part.unflatten(-1, (layer.heads, -1)).flatten(0, 1))
-        for layer in layers:
-            if layer.slots is None:
-                continue
-            if not together:
-                _decode_heads(layer, side, bases, device, what)
+            _decode_together(encoded, side, bases, device, what)
+        else:
+            for layer in encoded:
+                _decode_apart(layer, side, bases, device, what)
+        for layer in encoded:
+            assert layer.slots is not None
             held = layer.sides[side]
             tensors[f"layers.{layer.index}.{side}"] = held.view(*layer.slots.shape, held.shape[-1])
 
 
-def _decode_heads(layer: _Layer, side: str, bases: Bases, device: torch.device, what: str) -> None:
+def _decode_together(layers: list[_Layer], side: str, bases: Bases, device: torch.device, what: str) -> None:
+    """Read the vectors of some layers, all heads of which are one vector."""
+    at = _by_token(layers[0].slots)
+    plan = bases.joint(side, [layer.index for layer in layers])
+    blob = _inflated(layers[0], f"joint{len(layers)}.{side}", stored_nbytes(plan.groups, len(at)), what)
+    parts = _decoded(blob, plan, len(at), device).chunk(len(layers), -1)
+    for layer, part in zip(layers, parts, strict=True):
+        layer.put(side, at.flatten(), part.unflatten(-1, (layer.heads, -1)).flatten(0, 1))
+
+
+def _decode_apart(layer: _Layer, side: str, bases: Bases, device: torch.device, what: str) -> None:
     """Read the vectors of each head of a layer."""
     slots = _by_head(layer)
     plans = [bases.of_head(side, layer.index, head) for head in range(layer.heads)]
