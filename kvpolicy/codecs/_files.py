@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.text.embedded_names import EMBEDDED
+from kvpolicy.text.embedded_names import EMBEDDED, embedded_file
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.formats import stamp
 from kvpolicy.text.model_file import (
@@ -66,8 +66,9 @@ class CalibrationFolder(CalibrationKind[CalibrationFile]):
     def parts(self, where: Any, path: str) -> Sequence[Any]:
         """The metadata first, since they say what to expect."""
         if not where.is_dir():
+            shipped = [name for name in EMBEDDED if embedded_file(name, self.asset).is_dir()]
             raise KVPolicyError(
-                f"The calibration must be a folder or {' or '.join(EMBEDDED)}, got {path!r}; try creating one with "
+                f"The calibration must be {' or '.join(['a folder', *shipped])}, got {path!r}; try creating one with "
                 f"{self.command}."
             )
         return [where / FACTS, where / TENSORS]

@@ -97,7 +97,7 @@ def test_no_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_the_embedded_models_own_is_found_by_its_name() -> None:
-    with pytest.raises(ValueError, match="must be a folder or tiny or tiny-4k, got 'tiny'"):
+    with pytest.raises(ValueError, match="must be a folder, got 'tiny'"):
         load("tiny", "no-such-method")
 
 

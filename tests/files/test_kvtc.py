@@ -344,7 +344,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, folder: Path, model: An
         (model, "kvtc", "KVTC.calibration must be a folder of kvpolicy calibrate kvtc, .* got none; try"),
         (model, "kvtc:calibration=tiny", "none ships with the package, got tiny; try"),
         (model, f"{spec(folder)}@0.2", "must have no budget"),
-        (model, f"kvtc:calibration={tmp_path / 'nowhere'}", "must be a folder"),
+        (model, f"kvtc:calibration={tmp_path / 'nowhere'}", "The calibration must be a folder, got"),
         (model, KVTC, "compress must be one of None, 'zlib', 'kvtc:...'"),
         (model, "", "compress must be one of"),
         (model, Unnamed(), "compress must be one of"),
