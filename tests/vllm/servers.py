@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+START = 600
+"""Seconds for a server to start, which may share two cores with other tests."""
 
 
 class Answer(NamedTuple):
@@ -131,11 +133,15 @@ def serving(
         yield server
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # a server that is ended while it starts may wait for its engine
+            process.kill()
+            process.wait(60)
 
 
 def _wait(process: subprocess.Popen[bytes], server: VLLMServer) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + START
     while time.monotonic() < deadline:
         assert process.poll() is None, server.log.read_text()[-3000:]
         try:
