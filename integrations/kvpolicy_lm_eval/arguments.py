@@ -130,9 +130,23 @@ def check_values(others: Mapping[str, Any], backend: str) -> None:
     """
     if backend not in (*BACKENDS, *_HF_BACKENDS):
         raise KVPolicyError(f"backend must be {' or '.join(BACKENDS)} with tp, got {backend!r}; try leaving it out.")
+    batch_size = str(others.get("batch_size", 1))
+    number, _, times = batch_size.partition(":")
+    if not (_is_count(number) or (number == "auto" and re.fullmatch(r"(\d*\.)?\d*", times))):
+        raise KVPolicyError(
+            f"batch_size must be an integer of at least 1, auto, or auto:N to measure it N times, got {batch_size}; "
+            "try 1."
+        )
+    for name in ("max_batch_size", "max_length"):
+        if others.get(name) is not None and not _is_count(str(others[name])):
+            raise KVPolicyError(f"{name} must be an integer of at least 1, got {others[name]!r}; try leaving it out.")
     dtype = others.get("dtype")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise KVPolicyError(f"dtype must be auto or a dtype of PyTorch, got {dtype!r}; try bfloat16.")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) >= 1
 
 
 def loading_error(error: Exception, pretrained: Any, others: Mapping[str, Any]) -> KVPolicyError | None:

@@ -52,4 +52,6 @@ def find_held_back(kind: str, request: Any, encode: Callable[[str], list[int]]) 
     # A token at the border may contain the end of the context and the begin of the text. It is held back.
     pairs = zip(tokens, encode(prompt[:start]), strict=False)
     compressed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if kind == "generate_until":  # something is read first, whatever the other prompts of the batch
+        compressed = max(compressed, 1)
     return HeldBack(len(tokens) - compressed, bool(document.get("beyond")))

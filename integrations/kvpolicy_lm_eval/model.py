@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from tqdm import tqdm
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.attachment import Hold, check_compile, check_hold
-from kvpolicy.hf.cache_names import CACHE
 from kvpolicy.hf.plan import check_readable
-from kvpolicy.hf.text_angles import angles_of, check_pieces
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.reporting.logging import without_warning_of_few_tokens
 from kvpolicy.text.budget import Budget, json_budget
@@ -38,17 +36,15 @@ from kvpolicy_lm_eval.arguments import (
     read_policy,
     read_sharding,
 )
+from kvpolicy_lm_eval.auto_batch import AutoBatch
+from kvpolicy_lm_eval.generating import Batch, Completer, new_tokens_of
 from kvpolicy_lm_eval.held_back import NOTHING_HELD
-from kvpolicy_lm_eval.prefixes import (
-    SharedText,
-    Tokens,
-    behind_prefix,
-    check_processes,
-    read_least,
-)
+from kvpolicy_lm_eval.prefixes import SharedText, Tokens, check_processes, read_least
+from kvpolicy_lm_eval.progress import one_bar
+from kvpolicy_lm_eval.request_cache import claim
 from kvpolicy_lm_eval.request_groups import group_by_task, join_tasks, share_prefixes, without_prefixes
-from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle
-from kvpolicy_lm_eval.scoring import Answer, Groups, Scorer
+from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle, stack_answers
+from kvpolicy_lm_eval.scoring import Answer, Scorer
 from kvpolicy_lm_eval.stats import Stats
 
 log = logging.getLogger("lm_eval.kvpolicy")  # a child of lm-eval's logger, so that its messages are shown
@@ -59,8 +55,6 @@ _ASSETS = Path(kvpolicy.__file__).parent / "assets"
 _EMBEDDED = {name: str(_ASSETS / name) for name in EMBEDDED}
 """Folders of the embedded models, by name."""
 _NAMES = {folder: f"embedded {name}" for name, folder in _EMBEDDED.items()}
-_FINGERPRINT = "__kvpolicy__"
-"""The key of the fingerprint in a request cache."""
 
 
 class KVPolicyLM(HFLM):
@@ -127,8 +121,7 @@ class KVPolicyLM(HFLM):
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._held_back = NOTHING_HELD  # of the documents of the requests in progress
-        self._auto_batch: int | None = None
-        self._auto_tokens = 0
+        self._auto = AutoBatch(lambda *requests: self._detect_batch_size(*requests))
         self._rows = 0  # rows that the requests in progress are answered in; 0 for whole batches
         self._rows_obstacle: str | None = None  # why there are none; None if it is not known yet
         if isinstance(pretrained, str) and pretrained in _EMBEDDED:
@@ -213,19 +206,10 @@ class KVPolicyLM(HFLM):
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Use lm-eval's request cache, unless a run with another fingerprint filled it.
-
-        The keys of the request cache do not contain the policy.
-        """
+        """Use lm-eval's request cache, unless a run with another fingerprint filled it."""
         answers = getattr(cache_hook, "dbdict", None)
         if answers is not None:
-            owner = answers.get(_FINGERPRINT) or ("a model other than kvpolicy" if len(answers) else None)
-            if owner not in (None, self.fingerprint):
-                raise KVPolicyError(
-                    f"The request cache must be of this run ({self.fingerprint}), got one filled by {owner}; try "
-                    "another --use_cache path."
-                )
-            answers[_FINGERPRINT] = self.fingerprint
+            claim(answers, self.fingerprint)
             if self.sharding.tp > 1:
                 ranks.synchronize_answers(answers)
         super().set_cache_hook(cache_hook)
@@ -269,7 +253,8 @@ class KVPolicyLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, fed in chunks; the cache is compressed after each chunk."""
-        return self._by_task("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
+        with self._measured_batch():
+            return self._by_task("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate on a compressed cache; greedy answers in rows that are refilled, if there are several."""
@@ -287,7 +272,21 @@ class KVPolicyLM(HFLM):
                 self.batch_size_per_gpu = rows
                 self._rows = 0
 
-        return self._by_task("generate_until", answer, requests, disable_tqdm)
+        with self._measured_batch():
+            return self._by_task("generate_until", answer, requests, disable_tqdm)
+
+    @contextmanager
+    def _measured_batch(self) -> Generator[None]:
+        """Replace `auto` by a number meanwhile: HFLM would measure it for each group of requests."""
+        if self.batch_size != "auto":
+            yield
+            return
+        self.batch_size_per_gpu: Any = self._auto.to_generate()
+        self.batch_sizes[0] = self.batch_size_per_gpu
+        try:
+            yield
+        finally:
+            self.batch_size_per_gpu = "auto"
 
     def _refills(self, requests: list[Any]) -> bool:
         """Whether answers are generated in rows that are refilled: in one process, greedily, of whole prompts."""
@@ -313,20 +312,31 @@ class KVPolicyLM(HFLM):
         if self.world_size > 1:
             groups = join_tasks(groups, self.batch_size)
         if self.least_prefix and kind == "generate_until":
-            together = share_prefixes(requests, groups, self.tok_encode, self.least_prefix)
+            together = share_prefixes(groups, [self._prompt(request) for request in requests], self.least_prefix)
         else:
             together = without_prefixes(groups)
         answers: list[Any] = [None] * len(requests)
-        for task, held_back, prefix, members in together:
-            self.stats.current = f"{task}/{kind}"
-            self.stats.now.requests += len(members)
-            self._held_back = held_back
-            with self._sharing(prefix), without_warning_of_few_tokens():
-                task_answers = answer([requests[index] for index in members], disable_tqdm=quiet)
-            for index, task_answer in zip(members, task_answers, strict=True):
-                answers[index] = task_answer
+        # lm-eval has a bar for each call, which are many if a task has several groups.
+        many = kind != "loglikelihood_rolling" and len(together) > len({some.task for some in together})
+        hidden = quiet or self.rank != 0
+        with one_bar(self, f"Running {kind} requests", len(requests), hidden) if many else nullcontext():
+            for task, held_back, prefix, members in together:
+                self.stats.current = f"{task}/{kind}"
+                self.stats.now.requests += len(members)
+                self._held_back = held_back
+                with self._sharing(prefix), without_warning_of_few_tokens():
+                    task_answers = answer([requests[index] for index in members], disable_tqdm=quiet or many)
+                for index, task_answer in zip(members, task_answers, strict=True):
+                    answers[index] = task_answer
         self._held_back = NOTHING_HELD
         return answers
+
+    def _prompt(self, request: Any) -> Tokens:
+        """Token ids of a prompt to generate from, as HFLM passes them on: without the begin of one that is too long."""
+        text, options = request.args
+        room = self.max_length - new_tokens_of(options, self.max_gen_toks)
+        ids, _ = self.tok_batch_encode([text], truncation=self.truncation)
+        return tuple(ids[0].tolist())[-room:]
 
     @contextmanager
     def _sharing(self, prefix: Tokens) -> Generator[None]:
@@ -336,9 +346,7 @@ class KVPolicyLM(HFLM):
             return
         with self._attached():
             with self.stats.clock(self.device):
-                ids = torch.tensor([prefix], device=self.device)
-                cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=len(prefix), new=0)
-                self._prefill(ids, None, len(prefix), 1, cache)
+                cache = self._completer().share(torch.tensor([prefix], device=self.device))
             self._shared = SharedText(prefix, cache)
             try:
                 yield
@@ -369,7 +377,14 @@ class KVPolicyLM(HFLM):
         with bar, self._attached(), warnings.catch_warnings():
             # A rolling text is compressed after each chunk on purpose: see `rolling_chunk`.
             warnings.filterwarnings("ignore", "Each chunk of the prompt", KVPolicyWarning)
-            scored = self._score_rolling(requests, batch) if rolling else self._score_answers(requests, batch)
+            scorer = self._scorer(self.policy)
+            if rolling:
+                scored = scoring.score_texts(requests, scorer, self.max_length, self.rolling_chunk, batch)
+            else:
+                whole = self._scorer(Policy())  # no budget of it is too small
+                scored = scoring.score_answers(
+                    requests, scorer, whole, self.max_length, self._holdback, self.least_prefix, batch
+                )
             for index, answer in scored:
                 answers[index] = answer
                 if not rolling:
@@ -377,41 +392,12 @@ class KVPolicyLM(HFLM):
                 bar.update(1)
         return answers
 
-    def _score_rolling(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        scorer = self._scorer(self.policy)
-        for least, groups in scoring.by_angles(scoring.split(requests, self.max_length, 0), self.config):
-            with angles_of(self.model, least):
-                for some in scoring.batches(scoring.with_prefixes(groups), batch):
-                    yield from scorer.stream(some, self.rolling_chunk)
-
-    def _score_answers(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        for least, groups in scoring.by_angles(scoring.split(requests, self.max_length, self._holdback), self.config):
-            with angles_of(self.model, least):
-                yield from self._score_groups(groups, batch)
-
-    def _score_groups(self, groups: Groups, batch: int) -> Iterator[tuple[int, Answer]]:
-        without_prefix = groups.pop((), [])
-        scorer = self._scorer(self.policy)
-        if self.least_prefix:
-            shared, groups = scoring.split_behind(groups, self.least_prefix, self._holdback)
-            for prefix, pieces in shared:
-                yield from scorer.behind(prefix, pieces, batch)
-        for some in scoring.batches(list(groups), batch):
-            yield from scorer.shared(some, groups, batch)
-        # The other answers are scored before anything is compressed. With the policy full, no budget is too small.
-        full = self._scorer(Policy())
-        for some in scoring.batches(without_prefix, batch):
-            yield from full.stream(some, 2 * self.max_length)
-
     @property
     def _holdback(self) -> int:
         """Tokens at the end of a scored context that are fed with the answer, in the requests in progress."""
         return max(self.holdback, self._held_back.tokens)
 
     def _scorer(self, policy: Policy) -> Scorer:
-        def add_cache(rows: int, cache: Any) -> None:
-            self.stats.now.add_cache(rows, cache.nbytes, cache.full_nbytes)
-
         def new_cache(prompt: torch.Tensor) -> Any:
             # Announce one new token, so that a policy with decode=grow does not preallocate slots for more.
             return kvpolicy.PolicyCache(self.model, policy, prompt=prompt, new=1)
@@ -419,12 +405,15 @@ class KVPolicyLM(HFLM):
         return Scorer(
             model=self.model,
             new_cache=new_cache,
-            on_filled=add_cache,
+            on_filled=self._add_cache,
             pad=self._pad,
             device=self.device,
             autocast=self.mixed_precision_dtype,
             softmax_dtype=self.softmax_dtype,
         )
+
+    def _add_cache(self, rows: int, cache: Any) -> None:
+        self.stats.now.add_cache(rows, cache.nbytes, cache.full_nbytes)
 
     @property
     def _pad(self) -> int:
@@ -434,12 +423,9 @@ class KVPolicyLM(HFLM):
         """Return the batch size. `auto` is measured with the longest request, and again with a longer one of a task."""
         if self.batch_size != "auto":
             return int(self.batch_size)
-        longest = max(requests, key=scoring.tokens_of)
         # Processes measure together, and each has other requests: there, the first measurement stays.
-        if self._auto_batch is None or (self.world_size == 1 and scoring.tokens_of(longest) > self._auto_tokens):
-            self._auto_tokens = scoring.tokens_of(longest)
-            self._auto_batch = self.batch_sizes[0] = int(self._detect_batch_size([longest], 0))
-        return self._auto_batch
+        self.batch_sizes[0] = self._auto.to_score(requests, again=self.world_size == 1)
+        return self.batch_sizes[0]
 
     def _add_full_cache(self, tokens: int) -> None:
         nbytes = self._full_bytes(tokens)
@@ -457,44 +443,44 @@ class KVPolicyLM(HFLM):
         if self._rows:
             return self._generate_in_rows(context, max_length, stop, kwargs["attention_mask"])
         mask = kwargs.get("attention_mask")
+        mask = torch.ones_like(context) if mask is None else mask
+        batch = Batch(context, mask, max_length, kwargs.get("num_beams") or 1)
         columns = context.shape[1]
-        lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
-        beams = kwargs.get("num_beams") or 1  # `generate` repeats a row for each beam
-        prompt = lengths.repeat_interleave(beams)
-        generate = super()._model_generate
         with self.stats.clock(self.device) as tally:
-            shared = self._shared
-            batch = None if shared is None else behind_prefix(context, mask, shared.tokens, self._pad)
             if self._is_stock:
-                out = generate(context, max_length, stop, **kwargs)
-            elif shared is not None and batch is not None:
-                check_pieces(self.config, len(shared.tokens), int(lengths.max()), "A prompt behind a common prefix")
-                ids, seen = batch
-                cache = shared.cache.fork([0] * len(prompt), shared=True)
-                most = ids.shape[1] + max_length - columns
-                new = generate(ids, most, stop, **kwargs | {"attention_mask": seen, CACHE: cache})
-                out = torch.cat([context, new[:, ids.shape[1] :]], 1)
-                tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
+                out = super()._model_generate(context, max_length, stop, **kwargs)
             else:
-                held_back = max(min(self._held_back.tokens, int(lengths.min()) - 1), 0)
-                with self._attached() if shared is None else nullcontext():
-                    cache = kvpolicy.PolicyCache(
-                        self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
-                    )
-                    if held_back:
-                        begin = int(lengths.min()) - held_back
-                        check_pieces(self.config, begin, int(lengths.max()), "The end of a prompt that is held back")
-                        self._prefill(context, mask, columns - held_back, beams, cache)
-                        if self._held_back.beyond:
-                            cache.hold_next()
-                    out = generate(context, max_length, stop, **kwargs, **{CACHE: cache})
-                tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
-        tally.prompt_tokens += int(lengths.sum())
+                out = self._complete(batch, stop, kwargs)
+        tally.prompt_tokens += int(mask.sum())
         tally.new_tokens += int((out[:, columns:] != self.tokenizer.pad_token_id).sum())
         if self._is_stock:
-            for length in prompt.tolist():
+            for length in batch.lengths.tolist():
                 self._add_full_cache(length + out.shape[1] - columns - 1)  # the last token is not in the cache
         return out
+
+    def _complete(self, batch: Batch, stop: list[str], options: dict[str, Any]) -> torch.Tensor:
+        """Generate under the policy, behind the prefix that the requests in progress share, if there is one."""
+        if self._shared is None:
+            with self._attached():
+                return self._completer(stop).whole(batch, self._held_back, options)
+        completer = self._completer(stop)
+        out = completer.behind(batch, self._shared, options)
+        return completer.whole(batch, self._held_back, options) if out is None else out
+
+    def _completer(self, stop: Sequence[str] = ()) -> Completer:
+        plain = super()._model_generate
+
+        def generate(ids: torch.Tensor, end: int, **options: Any) -> torch.Tensor:
+            return plain(ids, end, stop, **options)
+
+        return Completer(
+            model=self.model,
+            policy=self.policy,
+            generate=generate,
+            forward=self._scorer(self.policy).forward,
+            on_answered=self._add_cache,
+            pad=self._pad,
+        )
 
     def _generate_in_rows(self, context: Any, max_length: int, stop: list[str], mask: Any) -> torch.Tensor:
         columns = context.shape[1]
@@ -502,19 +488,10 @@ class KVPolicyLM(HFLM):
         with self.stats.clock(self.device) as tally, self._attached() as handle:
             new = max_length - columns
             found = answer_in_rows(handle, self.model, self.tokenizer, prompts, self._rows, new, stop)
-        out = context.new_full((len(found), max_length), self._pad)
-        out[:, :columns] = context
-        for row, answer in zip(out, found, strict=True):
-            row[columns : columns + len(answer.tokens)] = row.new_tensor(answer.tokens)
+        out = stack_answers(context, found, max_length, self._pad)
+        for answer in found:
             if answer.usage is not None:
                 tally.add_cache(1, answer.usage.cache_nbytes, answer.usage.full_nbytes)
             tally.new_tokens += sum(token != self.tokenizer.pad_token_id for token in answer.tokens)  # as of a batch
         tally.prompt_tokens += sum(map(len, prompts))
         return out
-
-    def _prefill(self, context: torch.Tensor, mask: Any, columns: int, beams: int, cache: Any) -> None:
-        """Fill a cache with the first columns of a batch; `generate` continues with the others."""
-        ids = context.repeat_interleave(beams, 0)
-        valid = torch.ones_like(ids) if mask is None else mask.repeat_interleave(beams, 0)
-        positions = (valid.cumsum(-1) - 1).clamp(min=0)[:, :columns]
-        self._scorer(self.policy).forward(ids[:, :columns], valid[:, :columns], positions, cache, last=True)

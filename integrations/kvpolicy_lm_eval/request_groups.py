@@ -68,17 +68,14 @@ def without_prefixes(groups: TaskGroups) -> list[Sharing]:
     return [Sharing(task, held_back, (), indices) for (task, held_back), indices in groups.items()]
 
 
-def share_prefixes(
-    requests: Sequence[Any], groups: TaskGroups, encode: Callable[[str], list[int]], least: int
-) -> list[Sharing]:
+def share_prefixes(groups: TaskGroups, prompts: Sequence[Tokens], least: int) -> list[Sharing]:
     """Group prompts to generate from by their common prefixes; those that share none stay in their groups.
 
     Questions of different lengths about one text share it: what is compressed of their prompts is the same.
 
     Args:
-        requests: The requests of lm-eval.
         groups: The requests by task and by what they hold back.
-        encode: Encodes a text as tokens.
+        prompts: Token ids of the prompt of each request, as the model reads it: what was cut off is not shared.
         least: The fewest tokens of a prefix.
     """
     found: list[Sharing] = []
@@ -87,9 +84,9 @@ def share_prefixes(
     for (task, held_back), indices in groups.items():
         kinds[task, held_back.beyond, held_back.tokens > 0] += [(held_back, index) for index in indices]
     for (task, _, _), members in kinds.items():
-        prompts = [tuple(encode(requests[index].args[0]))[: -max(own.tokens, 1)] for own, index in members]
+        compressed = [prompts[index][: -max(own.tokens, 1)] for own, index in members]
         alone: TaskGroups = defaultdict(list)
-        for prefix, places in group_by_prefix(prompts, least):
+        for prefix, places in group_by_prefix(compressed, least):
             if len(places) > 1:
                 most = max(members[place][0] for place in places)
                 found.append(Sharing(task, most, prefix, [members[place][1] for place in places]))

@@ -123,3 +123,20 @@ def answer_in_rows(
         if answer.error is not None:
             raise answer.error
     return answers
+
+
+def stack_answers(context: Tensor, answers: Sequence[RowAnswer], columns: int, pad: int) -> Tensor:
+    """Prompts and their answers as `generate` returns them, [B, columns].
+
+    Args:
+        context: Token ids of the prompts, padded on the left, [B, T].
+        answers: The answer to each.
+        columns: Columns of the prompts and of the longest answer that they may have.
+        pad: The token id of padding behind an answer.
+    """
+    size = context.shape[1]
+    out = context.new_full((len(answers), columns), pad)
+    out[:, :size] = context
+    for row, answer in zip(out, answers, strict=True):
+        row[size : size + len(answer.tokens)] = row.new_tensor(answer.tokens)
+    return out

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.rotary_lookup import least_with_angles
+from kvpolicy.hf.text_angles import angles_of
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_lm_eval.prefixes import Tokens, group_by_prefix
 
@@ -41,20 +42,23 @@ class Piece(NamedTuple):
     scored: int
 
 
+Request = tuple[Any, list[int], list[int]]
+"""A key, and the tokens of a context and of the answer that is scored behind it."""
+
 Groups = dict[Tokens, list[Piece]]
 """The pieces of each prefix, the longest prefix first. The empty prefix has the requests without a prefix."""
 
 
-def tokens_of(request: tuple[Any, list[int], list[int]]) -> int:
+def tokens_of(request: Request) -> int:
     """Tokens of the context and the answer of a request."""
     return len(request[1]) + len(request[2])
 
 
-def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int, holdback: int) -> Groups:
+def split(requests: Sequence[Request], max_length: int, holdback: int) -> Groups:
     """Split requests into prefixes, which are compressed, and pieces, which are scored on them.
 
     Args:
-        requests: Tuples (key, context, answer).
+        requests: The requests.
         max_length: The context length of the model. Longer requests are truncated on the left, as in lm-eval.
         holdback: The number of tokens at the end of a context that are fed with the answer.
     """
@@ -249,6 +253,64 @@ class Scorer:
             ids[index, columns] = torch.tensor(row, dtype=torch.long, device="cpu")
             mask[index, columns] = 1
         return ids.to(self.device), mask.to(self.device)
+
+
+def score_texts(
+    requests: Sequence[Request], scorer: Scorer, max_length: int, chunk: int, batch: int
+) -> Iterator[tuple[int, Answer]]:
+    """Score whole texts, which are fed in chunks.
+
+    Args:
+        requests: The texts; what precedes them is their context.
+        scorer: Scores on caches under the policy.
+        max_length: The context length of the model.
+        chunk: Tokens per forward pass.
+        batch: Rows of a batch.
+
+    Yields:
+        The index of each request, and its answer.
+    """
+    for least, groups in by_angles(split(requests, max_length, 0), scorer.model.config):
+        with angles_of(scorer.model, least):
+            for some in batches(with_prefixes(groups), batch):
+                yield from scorer.stream(some, chunk)
+
+
+def score_answers(
+    requests: Sequence[Request],
+    scorer: Scorer,
+    whole: Scorer,
+    max_length: int,
+    holdback: int,
+    least_prefix: int,
+    batch: int,
+) -> Iterator[tuple[int, Answer]]:
+    """Score answers behind their compressed contexts, and those without a context to compress.
+
+    Args:
+        requests: The requests.
+        scorer: Scores on caches under the policy.
+        whole: Scores on caches from which nothing is evicted.
+        max_length: The context length of the model.
+        holdback: The number of tokens at the end of a context that are fed with the answer.
+        least_prefix: The fewest tokens of a prefix that contexts share; 0 if they share none.
+        batch: Rows of a batch.
+
+    Yields:
+        The index of each request, and its answer.
+    """
+    for least, groups in by_angles(split(requests, max_length, holdback), scorer.model.config):
+        with angles_of(scorer.model, least):
+            without_prefix = groups.pop((), [])
+            if least_prefix:
+                shared, groups = split_behind(groups, least_prefix, holdback)
+                for prefix, pieces in shared:
+                    yield from scorer.behind(prefix, pieces, batch)
+            for some in batches(list(groups), batch):
+                yield from scorer.shared(some, groups, batch)
+            # The other answers are scored before anything is compressed.
+            for some in batches(without_prefix, batch):
+                yield from whole.stream(some, 2 * max_length)
 
 
 def _sums(pieces: Sequence[Piece], logps: Tensor, hits: Tensor, start: int) -> Iterator[tuple[int, Answer]]:

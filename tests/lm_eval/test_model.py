@@ -243,6 +243,26 @@ def test_a_question_of_a_document_is_fed_after_the_rest_was_compressed(make, tin
     assert more or found == [greedy(tiny, "snapkv@0.4", request.args[0]) for request in requests]
 
 
+@pytest.mark.parametrize("beyond", [False, True])
+def test_a_prompt_that_is_held_back_whole_changes_no_other(make, questions, beyond: bool):
+    """Of it alone, the first token is read before what is held back; the others hold back their questions."""
+    others = held_back(questions, beyond=beyond)
+    asked = others[0].doc["held_back"]
+    whole = instances("generate_until", [(asked, questions[0].args[1])], doc={"held_back": asked, "beyond": beyond})
+    lm = make("snapkv@0.4", batch_size=5, add_bos_token=False)
+    fed: list[int] = []
+    hook = lm.model.register_forward_pre_hook(lambda _m, _a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    found = answers(lm, [*others, *whole])
+    hook.remove()
+    assert len(lm.tok_encode(asked)) in fed and found == answers(lm, others) + answers(lm, whole)
+
+
+def test_a_length_without_room_for_an_answer_is_refused_as_by_generate(make, questions):
+    too_short = instances("generate_until", [(questions[0].args[0], {"until": ["\n"], "max_length": 10})])
+    with pytest.raises(ValueError, match="`max_length` is set to 10"):
+        answers(make("snapkv@0.4"), too_short)
+
+
 def test_a_text_that_is_held_back_is_part_of_the_prompt(make, questions):
     request = dataclasses.replace(questions[0], doc={"held_back": "?nothing="})
     with pytest.raises(ValueError, match=r"held_back must be the end of the prompt, got '\?nothing=' .*try to end"):
@@ -271,6 +291,14 @@ def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
     [
         ({"backend": "nccl"}, "backend must be deepspeed or hf with tp, got 'nccl'; try leaving it out."),
         ({"dtype": "bf16"}, "dtype must be auto or a dtype of PyTorch, got 'bf16'; try bfloat16."),
+        (
+            {"batch_size": 0},
+            "batch_size must be an integer of at least 1, auto, or auto:N to measure it N times, got 0;",
+        ),
+        ({"batch_size": "many"}, "to measure it N times, got many; try 1."),
+        ({"batch_size": "auto:x"}, "to measure it N times, got auto:x; try 1."),
+        ({"max_length": "4k"}, "max_length must be an integer of at least 1, got '4k'; try leaving it out."),
+        ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0; try leaving it out."),
         ({"window": 16}, "got 'window'; options of a method belong to the policy, as in policy=snapkv:window=32."),
         ({"compression_ratio": 0.5}, "got 'compression_ratio'; try budget=0.2, the fraction that is kept."),
         ({"pretrained": "no/such"}, "The model 'no/such' cannot be loaded: "),

@@ -221,6 +221,65 @@ def test_a_prompt_that_was_cut_is_answered_alone(make: Any, questions: list[Inst
     assert lm.generate_until(questions, disable_tqdm=True) == plain.generate_until(questions, disable_tqdm=True)
 
 
+def about(document: str, questions: list[str], held_back: bool) -> list[Instance]:
+    """Questions about a document, which are held back or compressed with it."""
+    requests = instances(
+        "generate_until", [(document + end, {"until": ["\n"], "max_gen_toks": 6}) for end in questions]
+    )
+    for request, end in zip(requests, questions, strict=True):
+        request.doc = {"held_back": end, "beyond": True} if held_back else {}
+    return requests
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_a_prompt_that_was_cut_changes_no_answer_of_its_batch(make: Any, texts: list[str], held_back: bool) -> None:
+    """The others still share their prefix, and the cut one holds back its own question, not the longest one."""
+    document = texts[0].rpartition("\n")[0] + "\n"
+    requests = about(document, ["?tiger=", "?wolf=", "?lion=12\n?wolf=4821\n?tiger=33\n?crow="], held_back)
+    longest = len(make("full").tok_encode(requests[-1].args[0]))
+    found: list[list[str]] = []
+    sequences: list[int] = []
+    for size in (1, 3):
+        lm = make("snapkv@0.3", batch_size=size, group_by_prefix=16, max_length=longest + 4)
+        found.append(lm.generate_until(requests, disable_tqdm=True))
+        sequences.append(lm.stats.tallies["task/generate_until"].sequences)
+    alone = make("snapkv@0.3", max_length=longest + 4).generate_until(requests[-1:], disable_tqdm=True)
+    assert found[0] == found[1] and found[0][-1:] == alone and sequences == [3, 3]
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv@0.5"])
+def test_the_batch_size_is_measured_once_for_all_groups(
+    make: Any, policy: str, texts: list[str], monkeypatch: Any
+) -> None:
+    document = texts[0].rpartition("\n")[0] + "\n"
+    requests = about(document, ["?tiger=", "?lion=12\n?wolf=", "?wolf=1\n?tiger=2\n?lion="], held_back=True)
+    lm = make(policy, batch_size="auto")
+    measured: list[Any] = []
+    monkeypatch.setattr(lm, "_detect_batch_size", lambda *some: measured.append(some) or 2)
+    found, again = (lm.generate_until(requests, disable_tqdm=True) for _ in range(2))
+    lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(document,)]), disable_tqdm=True)
+    assert measured == [()] and lm.batch_size == "auto" and lm.batch_sizes == {0: 2}
+    assert found == again == make(policy, batch_size=2).generate_until(requests, disable_tqdm=True)
+
+
+def test_a_task_with_several_groups_has_one_bar(
+    make: Any, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = texts[0].rpartition("\n")[0] + "\n"
+    requests = about(document, ["?tiger=", "?lion=12\n?wolf=", "?wolf=1\n?tiger=2\n?lion="], held_back=True)
+    lm = make("snapkv@0.5")
+    hook = lm.cache_hook
+    for some in (requests, instances("loglikelihood", [(one.args[0], "7") for one in requests])):
+        for one, request in zip(some, requests, strict=True):
+            one.doc = request.doc
+        getattr(lm, some[0].request_type)(some)
+        shown = capsys.readouterr().err
+        assert f"Running {some[0].request_type} requests: 100%" in shown and "3/3" in shown
+        assert "1/1" not in shown and lm.cache_hook is hook
+        getattr(lm, some[0].request_type)(some, disable_tqdm=True)
+        assert "Running" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("policy", "option", "values"),
     [
