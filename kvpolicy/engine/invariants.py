@@ -140,10 +140,11 @@ def _check_budget(store: LayerStore, positions: Tensor) -> None:
         _require(held <= expected[:, None], store, "a head holds at most the tokens that its row has slots for")
     elif not store.spec.grows and sum(layer.ranks.heads) in (0, heads):  # a single rank may leave its heads out
         # Beyond the announced tokens, the last page of a head may be filled: of every head in a growing cache, and of
-        # equal heads in a row that was announced no more tokens than its budget.
+        # heads with equally many pages in a row that was announced no more tokens than its budget.
         size = layer.row_pages.size.to(held.device).clamp_min(1)
         rounded = -(-tensors.budget // size) * size
-        most = torch.where((held == held[:, :1]).all(-1), rounded, tensors.budget)
+        pages = (tensors.paged().owner[:, None] == torch.arange(heads, device=held.device)[:, None]).sum(-1)
+        most = torch.where((pages == pages[:, :1]).all(-1), rounded, tensors.budget)
         _require(held.sum(-1) <= most * heads, store, "the heads hold at most the budget of their layer")
 
 

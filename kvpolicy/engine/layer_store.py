@@ -30,7 +30,7 @@ from kvpolicy.engine.selection import rank_candidates, worth_of
 from kvpolicy.engine.shared_prefix import SharedPrefix
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.engine.slot_geometry import SlotGeometry
-from kvpolicy.engine.state import map_slots
+from kvpolicy.engine.state import map_slots, map_state
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.engine.trimming import can_trim, trim
 from kvpolicy.kernels.rotary import KeyRotation
@@ -494,7 +494,9 @@ class LayerStore:
     def leave_inference_mode(self) -> None:
         """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
         self.map_rows(torch.clone)
-        self.tensors.columns = self.tensors.columns.clone()
+        # What has no rows is left: the columns, and limits that the codec does not need.
+        for name in ("columns", "limits"):
+            self.tensors.set_part(name, map_state(torch.clone, self.tensors.parts()[name]))
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""

@@ -319,6 +319,22 @@ def test_rolled_back_in_another_mode() -> None:
         cache.rollback(0)
 
 
+def test_blocks_are_taken_back_outside_the_mode_of_the_prompt() -> None:
+    """Limits that a codec does not need are tensors without rows, which inference mode made as well."""
+    model = build("llama", layers=1)
+    ids, _ = make_batch([PROMPT], [PROMPT, STEPS])
+    with kvpolicy.attach(model, words("h2o", "rotate")), torch.no_grad():
+        cache = PolicyCache(model, new=STEPS)
+        with torch.inference_mode():
+            model(ids[:, :PROMPT], cache=cache)
+        twin = cache.fork()
+        cache.mark(most=9)
+        for column in range(PROMPT, PROMPT + 9):
+            model(ids[:, column : column + 1], cache=cache)
+        cache.rollback(0)
+        same(cache, twin)
+
+
 def test_marked_steps_compile_to_one_graph() -> None:
     """The position in the log is a tensor, so that no step has a graph of its own."""
     from torch._dynamo.testing import CompileCounterWithBackend
