@@ -18,7 +18,8 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import PLAIN, Chunks, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
-from kvpolicy.serving.app import Hosts, build_app
+from kvpolicy.serving.access import Hosts
+from kvpolicy.serving.app import build_app
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.forwards import Prompts, make_forwards, pause_between_tiles, settle
 from kvpolicy.serving.generation import Generation

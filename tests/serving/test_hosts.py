@@ -12,7 +12,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.serving.app import Hosts, check_names
+from kvpolicy.serving.access import Hosts, check_names
 from tests.serving.servers import POLICY, running
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli.app import main
+from kvpolicy.serving.answering import begin_in_thread
 from kvpolicy.serving.answers import rewrite
-from kvpolicy.serving.app import begin_in_thread
 from kvpolicy.serving.generation import configure, describe, make_jobs
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit

@@ -113,7 +113,7 @@ def serve(
     """
     from kvpolicy.policy import Policy
     from kvpolicy.policy.model_policy import keep_at_least
-    from kvpolicy.serving.app import check_names
+    from kvpolicy.serving.access import check_names
     from kvpolicy.serving.capacity import Capacity, memory_of
     from kvpolicy.serving.prefix import PrefixFile, check_together
     from kvpolicy.serving.server import bind, following, log_to_terminal, run, serving
