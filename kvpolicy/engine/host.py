@@ -21,3 +21,10 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def inference_as(is_inference: bool) -> AbstractContextManager[Any]:
+    """Compute in inference mode or outside of it, as the tensors were made that are changed or replaced."""
+    if torch.is_inference_mode_enabled() == is_inference:
+        return nullcontext()
+    return torch.inference_mode(is_inference)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvpolicy.engine.host import on_host
+from kvpolicy.engine.host import inference_as, on_host
 from kvpolicy.engine.state import HOST
 from kvpolicy.hf.announced import Announced, several_follow
 from kvpolicy.hf.attachment import attachment_of, detached
@@ -195,6 +195,7 @@ class PolicyCache(CacheForward):
         self.journal.refuse_changes("shift()")
         refuse_prefix(self, "shift()")
         refuse_rows(self.rows, "shift()")
+        self.forward.check_idle("shift()")
         shift(self, from_position, by)
 
     # rows that come and go
@@ -292,6 +293,7 @@ class PolicyCache(CacheForward):
         self.journal.refuse_marked("save()")
         refuse_prefix(self, "save()")
         refuse_rows(self.rows, "save()")
+        self.forward.check_idle("save()")
         if self.holds_next:
             raise KVPolicyStateError("save() must not follow hold_next(), which no file keeps; try to save before it.")
         form = form_of(compress)
@@ -337,7 +339,8 @@ class PolicyCache(CacheForward):
         self.journal.refuse_shared("tick()")
         begun = [layer for layer in self.policy_layers if layer.is_initialized]
         for layer in begun:
-            layer.count_step()
+            with inference_as(layer.store.contents.is_inference):
+                layer.count_step()
         for layer in begun:
             layer.make_room()
 

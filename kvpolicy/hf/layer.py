@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.host import on_host, outside_autocast
+from kvpolicy.engine.host import inference_as, on_host, outside_autocast
 from kvpolicy.engine.journal import crop_obstacle
 from kvpolicy.engine.layer_group import LayerGroup
 from kvpolicy.engine.layer_store import LayerStore
@@ -234,7 +234,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def make_room(self, new: int | None = None) -> None:
         """Add slots if they are needed: for the next step, or for `new` tokens."""
-        with outside_autocast(self.store.tensors.length.device):
+        contents = self.store.contents
+        with outside_autocast(contents.tensors.length.device), inference_as(contents.is_inference):
             added = self.store.ensure_capacity() if new is None else self.store.reserve(new)
         log_extended(self.layer_idx, added, self.store.contents.capacity)
 
@@ -291,7 +292,7 @@ class PolicyLayer(CacheLayerMixin):
                     flags[:, first : first + part.shape[1] or None] |= part
             self.massive = flags
         if rope_offset is not None and self.store.spec.undoes_rotation:
-            offset = rope_offset.to(pending.flags.device)
+            offset = rope_offset.to(pending.flags.device, copy=True)  # each layer counts its own
             if self.pending is not None and self.rope_offset is not None:
                 # A row without a token in the newest chunk has no position there, and keeps the offset that it has.
                 none = torch.zeros_like(offset)

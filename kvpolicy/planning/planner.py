@@ -323,6 +323,8 @@ def _divide_bytes(
 
     # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
     high = min(limit, MAX_SIZE) if end is None else int(end.max())
+    if end is None and policy.decode == "grow" and policy.heads is not None:
+        high = int(prompt.max())  # pages of heads are those of the prompt, and of what is known to follow
     low = _least_divided(attempt, policy.min_tokens, high)
     _, smallest = attempt(low)
     if smallest > limit:

@@ -119,6 +119,9 @@ def expect_tokens(
     # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
     expected_len = torch.minimum(keep + extra[:, None], last[:, None])
+    if grows and not isinstance(policy, LayeredPolicy) and policy.heads is not None:
+        # Pages of heads are those of the prompt, and of what is known to follow.
+        expected_len = torch.minimum(expected_len, (prompt + extra)[:, None])
     return Tokens(keep, extra, expected_len, prompt if grows else last)
 
 

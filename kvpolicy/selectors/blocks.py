@@ -58,7 +58,7 @@ class BlockAttention(Statistic[Tensor]):
         first: The first position that is in a block.
         sums: [B, Hq, P] fp32, of the complete blocks; None before a prompt.
         open: The tokens of the other blocks; None before a prompt.
-        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt.
+        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt and behind it.
     """
 
     size: int
@@ -95,7 +95,8 @@ class BlockAttention(Statistic[Tensor]):
         if self.sums is not None and self.open is not None:
             sums = self.sums
             tokens = self.open.then(tokens) if self.open.places.shape[1] else tokens
-        return self._summed(sums, tokens)
+        found = self._summed(sums, tokens)
+        return found if tile.start + new < self.positions.shape[1] else replace(found, positions=None)
 
     def joined(self, later: Any, columns: int) -> BlockAttention:
         """The blocks of both, and those that the later chunk completes."""

@@ -47,7 +47,7 @@ class Moments(Statistic[ObservedMoments]):
     Attributes:
         first: The first position that counts.
         moments: The moments so far; None before a prompt.
-        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt.
+        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt and behind it.
         rope: The rotary embedding of the layer, or None.
     """
 
@@ -70,9 +70,15 @@ class Moments(Statistic[ObservedMoments]):
     def added(self, tile: Tile) -> Moments:
         """Add the queries of a tile."""
         assert self.positions is not None
-        at = self.positions[:, tile.start : tile.start + tile.queries.shape[2]]
-        moments = sum_moments(tile.queries, tile.keys.shape[1], at, self.first, self.rope)
-        return replace(self, moments=moments if self.moments is None else _added(self.moments, moments))
+        stop = tile.start + tile.queries.shape[2]
+        moments = sum_moments(
+            tile.queries, tile.keys.shape[1], self.positions[:, tile.start : stop], self.first, self.rope
+        )
+        return replace(
+            self,
+            moments=moments if self.moments is None else _added(self.moments, moments),
+            positions=self.positions if stop < self.positions.shape[1] else None,
+        )
 
     def joined(self, later: Any, columns: int) -> Moments:
         """The moments of the queries of both."""

@@ -232,3 +232,16 @@ def test_a_loop_without_announced_length_reserves_a_share() -> None:
         forward(model, ids, mask, 0, 200, cache)
         assert cache.policy_layers[0].layout.slots == 225
         assert cache.nbytes < 1.2 * cache.full_nbytes
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_a_chunk_that_waits_is_counted(selector: str) -> None:
+    """With what its statistics have gathered, and without what they needed for the chunk alone."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([PROMPT, 33], [PROMPT, NEW])
+    with kvpolicy.attach(model, words(selector), chunks="hold"):
+        cache = PolicyCache(model, prompt=[PROMPT, 33], new=NEW)
+        for start, stop in ((0, 20), (20, 30)):
+            forward(model, ids, mask, start, stop, cache)
+            assert cache.policy_layers[0].pending is not None
+            assert stored_bytes(cache) == cache.nbytes

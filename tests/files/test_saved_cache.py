@@ -213,6 +213,19 @@ def test_room_for_more(tmp_path: Path) -> None:
         assert roomy.nbytes == before
 
 
+@pytest.mark.parametrize("budget", ["200", "20KB"])
+def test_pages_of_a_growing_cache_under_a_budget_beyond_its_text(budget: str, tmp_path: Path) -> None:
+    """The cache was given pages for its prompt and what is known to follow, and counts no others."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([26], TURNS)
+    with kvpolicy.attach(model, f"uniform/adakv+h2o:decode=grow+tokenwise:residual_length=4:block_size=4@{budget}"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, CUT, cache)
+        assert int(cache.policy_layers[0].budget) <= 216
+        cache.save(tmp_path / "prompt.safetensors")
+        check_same(model, tmp_path / "prompt.safetensors", cache, ids, mask)
+
+
 def test_compressed_codes_are_the_same_in_fewer_bytes(tmp_path: Path) -> None:
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer("the same words again and again, " * 12, return_tensors="pt").input_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,6 +96,27 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         model(prompt(), cache=cache)
         assert torch.equal(model(prompt(1), cache=cache).logits, after)
         assert torch.equal(answer(model), want)
+
+
+CALLS: dict[str, Callable[[PolicyCache], object]] = {
+    "save": lambda cache: cache.save("nowhere"),
+    "shift": lambda cache: cache.shift(4, -1),
+    "crop": lambda cache: cache.crop(-1),
+    "mark": lambda cache: cache.mark(),
+    "hold_next": lambda cache: cache.hold_next(),
+    "fork": lambda cache: cache.fork(shared=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_use_is_made_of_layers_that_disagree(call: str) -> None:
+    model = own()
+    with kvpolicy.attach(model, "full"), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), cache=cache)
+        broken(model, cache, prompt(1), "model.layers.1.mlp")
+        with refused("was interrupted"):
+            CALLS[call](cache)
 
 
 AFTER = ["no cache", "compiled"]

@@ -120,6 +120,33 @@ def test_out_of_inference_mode(policy: str) -> None:
         model(prompt(1), cache=fresh)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("policy", ["full", "uniform/adakv+h2o:decode=grow@0.5", words("h2o:decode=grow", "rotate")])
+def test_slots_are_added_in_the_mode_of_the_cache(policy: str, first: bool) -> None:
+    """Else a step in the other mode could not write to them, nor a rollback."""
+    model = build("llama", layers=1)
+    ids, _ = make_batch([20], [20, 60])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        with torch.no_grad(), torch.inference_mode(first):
+            model(ids[:, :20], cache=cache)
+        grown = 0
+        for column in range(20, 60):
+            slots = cache.policy_layers[0].positions.numel()
+            with torch.no_grad(), torch.inference_mode((column % 20 < 17) != first):
+                model(ids[:, column : column + 1], cache=cache)
+            grown += cache.policy_layers[0].positions.numel() > slots
+            if column == 40:
+                cache.mark(most=30)
+        assert grown > 1
+        with torch.inference_mode(first):
+            cache.rollback(2)
+            cache.expect(None, 40)
+        with torch.no_grad():
+            cache.tick()
+            model(ids[:, :1], cache=cache)
+
+
 @SOME
 def test_autocast(policy: str) -> None:
     """Keys and values in one dtype, bytes as planned, and near to what the model says without."""
