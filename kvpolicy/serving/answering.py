@@ -60,7 +60,7 @@ class Answering:
         """
         jobs: list[Job] = []
         try:
-            call = parse(await read_json(request, self._limit), self._name)
+            call = parse(await self._generation.receive(read_json(request, self._limit)), self._name)
             jobs = make_jobs(f"{kind}-{uuid.uuid4().hex}", call)
             self._generation.open(jobs)
             self._watch(request, jobs)
@@ -71,6 +71,8 @@ class Answering:
         except Cancelled:
             return Response(status_code=CLIENT_CLOSED)
         except Failure as error:
+            if not jobs:  # else it was counted at its end
+                self._metrics.count("failed")
             return error_response(str(error), error.status)
         except KVPolicyError as error:
             self._metrics.count("refused")

@@ -1,12 +1,14 @@
 """The responses of the server, made of those of transformers' handlers, which have one choice each.
 
 They have usage with the cache's numbers, texts that end before a stop string, log probabilities, and several choices.
+Fields without a value that the OpenAI API always has are null.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ def join(answers: Sequence[dict[str, Any]], jobs: Sequence[Job], call: Call) -> 
         call: The request.
     """
     choices = [_finished(answer["choices"][0], job) for answer, job in zip(answers, jobs, strict=True)]
-    numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
+    numbered = [{"logprobs": None, **choice, "index": index} for index, choice in enumerate(choices)]
     return {**answers[0], "choices": numbered, "usage": _usage(jobs, call)}
 
 
@@ -47,6 +49,8 @@ def _finished(choice: dict[str, Any], job: Job) -> dict[str, Any]:
         choice["message"] = {"role": "assistant", name: None, **({"tool_calls": calls} if calls else {})}
     if job.call.sampling.logprobs is not None:
         choice["logprobs"] = _logprobs(job, job.logprobs, 0, in_chat=holder is not choice)
+    if "message" in choice:
+        choice["message"] = {"content": None, "refusal": None, **choice["message"]}
     return choice
 
 
@@ -62,13 +66,17 @@ async def rewrite(streams: Sequence[AsyncIterator[str]], jobs: Sequence[Job], ca
         call: The request.
     """
     chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(1)  # no faster than the client reads
+    common: dict[str, Any] = {"id": jobs[0].key, "created": int(time.time())}
+    common |= {"usage": None} if call.include_usage else {}
 
     async def pump(index: int) -> None:
         try:
             async for chunk in _chunks(streams[index], jobs[index]):
-                for choice in chunk.get("choices", ()):
-                    choice["index"] = index
-                await chunks.put(chunk if "error" in chunk else {**chunk, "id": jobs[0].key})
+                if "error" not in chunk:
+                    (choice,) = chunk["choices"]
+                    choice = {"logprobs": None, "finish_reason": None, **choice, "index": index}
+                    chunk = {**chunk, **common, "choices": [choice]}
+                await chunks.put(chunk)
         except Exception as error:  # of the handler: the client must not wait for ever
             failure = describe(error)
             await chunks.put(error_body(str(failure), failure.status))
@@ -212,7 +220,6 @@ def _logprobs(job: Job, entries: Sequence[LogProb], first: int, *, in_chat: bool
         "token_logprobs": [one.value for one in entries],
         # The likeliest last: of several tokens with one text, it is the one that counts.
         "top_logprobs": [{text(token): value for token, value in reversed(one.top)} for one, text in places],
-        "text_offset": None,
     }
 
 

@@ -16,6 +16,7 @@ from kvpolicy.serving.answering import Answering, error_response
 from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.requests import parse_chat, parse_completion
+from kvpolicy.serving.templates import brief
 from kvpolicy.text.version import __version__
 
 
@@ -84,7 +85,7 @@ def _add_model(app: FastAPI, name: str, policy: str) -> None:
         if wanted == name:
             return JSONResponse(card)
         return error_response(
-            f"model must be {name!r}, the one that this server has, got {wanted!r}.", 404, "model_not_found"
+            f"model must be {name!r}, the one that this server has, got {brief(wanted)}.", 404, "model_not_found"
         )
 
     app.add_api_route("/v1/models", models, methods=["GET"])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -294,6 +294,8 @@ class Generation:
         self._length = length
         self._grammars = Grammars()
         self._jobs: dict[str, Job] = {}
+        self._receiving: set[asyncio.Task[Any]] = set()
+        self._is_stopped = False
         metrics.prefix_nbytes = 0 if prefix is None else prefix.cache.nbytes
         metrics.watch(scheduler)
         scheduler.start()
@@ -329,8 +331,28 @@ class Generation:
         """Refuse all waiting and later requests; those with a row go on."""
         self._scheduler.close(Failure(SHUTTING_DOWN, 503))
 
+    async def receive(self, body: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for what a client sends, which may be never.
+
+        Raises:
+            Failure: If the server ends before.
+        """
+        task = asyncio.ensure_future(body)
+        self._receiving.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._is_stopped:
+                raise Failure(SHUTTING_DOWN, 503) from None
+            raise
+        finally:
+            self._receiving.discard(task)
+
     async def stop_running(self) -> None:
-        """End what runs with an error, and wait for the thread."""
+        """End what runs with an error, and what clients send, and wait for the thread."""
+        self._is_stopped = True
+        for task in self._receiving:
+            task.cancel()
         self._scheduler.stop(Failure(SHUTTING_DOWN, 503))
         await asyncio.get_running_loop().run_in_executor(None, self._scheduler.join)
 

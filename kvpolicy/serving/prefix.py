@@ -16,7 +16,7 @@ from kvpolicy.policy import Policy, TunedPolicy
 from kvpolicy.text.errors import KVPolicyError
 
 
-def check_together(*, prefix: bool, shared: bool, caching: bool, rows: int) -> None:
+def check_together(*, prefix: bool, shared: bool, caching: bool, rows: int, codes: bool = False) -> None:
     """Refuse options of the server that exclude each other.
 
     Args:
@@ -24,6 +24,7 @@ def check_together(*, prefix: bool, shared: bool, caching: bool, rows: int) -> N
         shared: Whether requests share its slots.
         caching: Whether beginnings of prompts are held.
         rows: How many requests are answered at a time, as far as it is known.
+        codes: Whether a prompt that waits is held as codes.
 
     Raises:
         KVPolicyError: Saying which option is to be left out.
@@ -33,6 +34,11 @@ def check_together(*, prefix: bool, shared: bool, caching: bool, rows: int) -> N
     if caching and prefix:
         raise KVPolicyError(
             "--prefix-caching must be without --prefix, from which every request starts; try one of the two."
+        )
+    if caching and codes:  # what goes on from codes is not what it would be alone
+        raise KVPolicyError(
+            "--prefix-caching must be without --hold-codes, since it holds beginnings in full precision; try one of "
+            "the two."
         )
     if shared and rows > 1:
         raise KVPolicyError(

@@ -163,8 +163,9 @@ def parse_chat(body: Any, model: str) -> Call:
     if roles > MOST_ROLES:
         raise KVPolicyError(f"messages must have at most {MOST_ROLES} different roles, got {roles:,}; try user.")
     own: dict[str, Any] = {"messages": messages}
-    if fields.get("tools"):
-        own["tools"] = _tools(fields["tools"])
+    tools = _tools(fields.get("tools", []))
+    if tools:
+        own["tools"] = tools
     if fields.get("chat_template_kwargs") is not None:
         own["chat_template_kwargs"] = _template_options(fields["chat_template_kwargs"])
     return _call(fields, own, model, _chat_logprobs(fields))
@@ -302,7 +303,7 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
 def _check_model(name: Any, model: str) -> None:
     if name != model:
         raise RequestError(
-            f"model must be {model!r}, the one that this server has, got {name!r}.", 404, "model_not_found"
+            f"model must be {model!r}, the one that this server has, got {brief(name)}.", 404, "model_not_found"
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -33,11 +36,11 @@ from kvpolicy.serving.templates import adapt_tokenizer
 from kvpolicy.text.errors import KVPolicyError
 
 GRACE = 5.0
-"""Seconds that running requests have after a signal; connections are closed after twice as many."""
+"""Seconds that running requests have after a first signal; connections are closed after twice as many."""
 
 
 class Server(uvicorn.Server):
-    """A server that ends the running request with an error if it takes too long after a signal.
+    """A server that ends the running requests with an error if they take too long after a signal, or at a second one.
 
     uvicorn would cancel the requests, and log a traceback for each.
 
@@ -53,7 +56,15 @@ class Server(uvicorn.Server):
         """A server that does not listen yet."""
         super().__init__(config)
         self._generation = generation
+        self._is_urgent = False
         self.metrics = generation.metrics
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let running requests end at the first signal, end them at the second one, and leave them at a third one."""
+        if self.should_exit and not self._is_urgent:
+            self._is_urgent = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new requests, and wait for the running one."""
@@ -63,7 +74,9 @@ class Server(uvicorn.Server):
         stop.cancel()
 
     async def _stop_later(self) -> None:
-        await asyncio.sleep(GRACE)
+        deadline = time.monotonic() + GRACE
+        while not self._is_urgent and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         await self._generation.stop_running()
 
 
@@ -75,7 +88,8 @@ def bind(host: str, port: int) -> socket.socket:
         port: The port; 0 for one that is free.
 
     Raises:
-        KVPolicyError: If the address cannot be used.
+        KVPolicyError: If the address cannot be used. Whether another server that is being started has it too is known
+            only once one of them listens: see `listen`.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -86,12 +100,33 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             found.close()
             raise
-    except OSError as error:
-        raise KVPolicyError(
-            f"--host and --port must be an address that is free, got {host} and {port} ({error.strerror}); try --port "
-            "0 for a free port."
-        ) from error
+    except (OSError, UnicodeError) as error:  # the second of a name that is none
+        raise _unusable(host, port, error) from error
     return found
+
+
+def listen(listener: socket.socket) -> None:
+    """Let clients connect to a reserved address.
+
+    Args:
+        listener: A bound socket.
+
+    Raises:
+        KVPolicyError: If another server, which was started at the same time, listens there already.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: OSError | UnicodeError) -> KVPolicyError:
+    said = error.strerror if isinstance(error, OSError) else "not a name"
+    return KVPolicyError(
+        f"--host and --port must be an address that is free, got {host} and {port} ({said}); try --port 0 for a free "
+        "port."
+    )
 
 
 ONE_ROW = Capacity()
@@ -137,7 +172,8 @@ def serving(
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
 
     Raises:
-        KVPolicyError: If the policy does not fit the model, or transformers' server is not as expected.
+        KVPolicyError: If the policy does not fit the model, transformers' server is not as expected, or another server
+            listens at the address.
     """
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
@@ -151,7 +187,9 @@ def serving(
         pausing = pause_between_tiles(model, reading) if channel is None else lambda: None
         rows, length = capacity.sizes(model, handle.policy)  # which may follow from the memory
         shared = prefix is not None and prefix.shared
-        check_together(prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows)
+        check_together(
+            prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows, codes=hold == "codes"
+        )
         own = make_forwards(Prompts(model, handle, metrics, prefix, prefix_memory), rows, length)
         leading = None if channel is None else Leading(own, channel)
         forwards = leading or own
@@ -159,12 +197,13 @@ def serving(
         generation = Generation(scheduler, metrics, prefix, capacity.queue, length)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
         app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)), key)
-        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=int(2 * GRACE))
+        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=math.ceil(2 * GRACE))
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
-        for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):
-            print(line, file=sys.stderr, flush=True)
         try:
+            listen(listener)
+            for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):
+                print(line, file=sys.stderr, flush=True)
             yield Server(config, generation)
         finally:
             pausing()
@@ -221,10 +260,19 @@ def run(server: uvicorn.Server, listener: socket.socket) -> None:
         return
     # uvicorn handles the signal, and raises it again for the handler that it found.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(_is_no_cancellation)
     try:
         server.run(sockets=[listener])
     finally:
+        log.removeFilter(_is_no_cancellation)
         signal.signal(signal.SIGTERM, before)
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a record is not the traceback of what ended with the server, such as a client that never reads."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError) and not record.getMessage().rstrip().endswith("CancelledError")
 
 
 def _notes(

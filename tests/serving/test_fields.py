@@ -47,6 +47,54 @@ def texts(answer: Any) -> list[str]:
     return [found[index] for index in sorted(found)]
 
 
+def post(port: int, path: str, **fields: Any) -> str:
+    """The text of a response, in which a field that is missing is not the same as null."""
+    body = {"max_tokens": 3, "temperature": 0, **fields}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read().decode()
+
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+def test_fields_that_every_answer_has_are_null_without_a_value(port: int) -> None:
+    """As the specification of the OpenAI API requires them."""
+    (chat,) = json.loads(post(port, "chat/completions", messages=MESSAGES))["choices"]
+    assert chat.keys() == {"finish_reason", "index", "logprobs", "message"} and chat["logprobs"] is None
+    assert chat["message"].keys() == {"role", "content", "refusal"} and chat["message"]["refusal"] is None
+    (text,) = json.loads(post(port, "completions", prompt=PROMPT))["choices"]
+    assert text.keys() == {"finish_reason", "index", "logprobs", "text"} and text["logprobs"] is None
+    (text,) = json.loads(post(port, "completions", prompt=PROMPT, logprobs=1))["choices"]
+    assert all(isinstance(each, list) for each in text["logprobs"].values())
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"), [("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": PROMPT})]
+)
+def test_every_chunk_of_a_stream_has_its_fields(
+    path: str, fields: dict[str, Any], usage: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have one time and one id; without an end or a usage, they say so."""
+    seconds = iter(range(1000, 9999))  # every chunk of transformers' handler has another one
+    monkeypatch.setattr("transformers.cli.serving.completion.time.time", lambda: next(seconds))
+    events = post(port, path, stream=True, stream_options={"include_usage": usage}, n=2, **fields).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    if usage:
+        assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+        assert chunks.pop()["choices"] == []
+    assert usage or not any("usage" in chunk for chunk in chunks)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in range(2):
+        own = [choice["finish_reason"] for choice in choices if choice["index"] == index]
+        assert own == [None] * (len(own) - 1) + ["length"]
+    assert all(choice["logprobs"] is None for choice in choices)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_requests_with_the_same_prompt_are_sampled_as_each_of_them_asks(rows: int) -> None:
     """Also if one waits behind the other, whose prompt is its own."""

@@ -218,11 +218,21 @@ def test_a_client_that_leaves_while_it_sends_the_body_has_not_failed(port: int) 
     assert metric(port, 'requests_total{outcome="refused"}') == outcomes["refused"]
 
 
-def test_a_client_that_never_sends_its_body_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_sends_its_body_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told that the server ends, as all others are; uvicorn would log a traceback and answer with status 500."""
     monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.5)
-    with running(kvpolicy.tiny()) as own, socket.create_connection(("127.0.0.1", own), timeout=20) as connection:
-        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
-        wait_for(lambda: "ok" in get(own, "/health"))  # it has begun to read
+    with socket.socket() as connection:
+        connection.settimeout(20)
+        with running(kvpolicy.tiny()) as own:
+            connection.connect(("127.0.0.1", own))
+            connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+            wait_for(lambda: "ok" in get(own, "/health"))  # it has begun to read
+        response = http.client.HTTPResponse(connection, method="POST")
+        response.begin()
+        assert response.status == 503 and b"The server is shutting down; try again later." in response.read()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_memory_that_ran_out_on_a_cpu_is_no_fault_of_the_server() -> None:

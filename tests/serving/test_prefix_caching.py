@@ -218,6 +218,7 @@ def test_a_server_says_how_many_tokens_it_did_not_compute(rows: int) -> None:
     [
         (["--prefix", "{file}", "--prefix-caching", "1MiB"], "--prefix-caching must be without --prefix"),
         (["--prefix", "{file}", "--share-prefix", "--rows", "3"], "--share-prefix must be without --rows, got 3 rows"),
+        (["--prefix-caching", "1MiB", "--hold-codes"], "--prefix-caching must be without --hold-codes"),
         (["--share-prefix"], "--share-prefix must be given with --prefix"),
     ],
 )

@@ -51,6 +51,7 @@ CHAT = {"messages": [{"role": "user", "content": "?"}]}
         ({"logit_bias": {"5": 1}}, 'got logit_bias={"5": 1}'),
         ({"generation_config": "{}"}, "got generation_config="),
         ({"model": 3}, "model must be 'tiny', the one that this server has, got 3"),
+        ({"model": "x" * 9999}, 'got "' + "x" * 59 + "..."),
         ({"suffix": "x" * 99}, '"xxxxx'),
     ],
 )

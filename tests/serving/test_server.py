@@ -8,9 +8,11 @@ import re
 import signal
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
 from kvpolicy.serving.prefix import PrefixFile
-from kvpolicy.serving.server import bind
+from kvpolicy.serving.server import bind, listen, serving
 from kvpolicy.serving.templates import adapt_tokenizer
 from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
 from tests.vllm.documents import save
@@ -110,7 +112,7 @@ def test_there_is_one_model(client: Any, port: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got 'gpt'"),
+        ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got \"gpt\""),
         ({"prompt": ""}, "must have at least one token"),
         ({"max_tokens": 2048}, "must fit into 2,048 positions"),
         ({"temperature": -1}, "temperature must be a number from 0"),
@@ -186,6 +188,61 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "One request is answered at a time" in started and "no chat template" in started
     assert "Traceback" not in started
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_second_interrupt_ends_running_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clients get an error; uvicorn would break them off, and log a traceback for each."""
+    monkeypatch.setattr("kvpolicy.serving.server.GRACE", 20.0)
+    with bind("127.0.0.1", 0) as free:
+        number = free.getsockname()[1]
+
+    def is_healthy() -> bool:
+        try:
+            return "ok" in get(number, "/health")
+        except OSError:
+            return False
+
+    def end() -> tuple[str, float]:
+        wait_for(is_healthy)
+        with client_of(number, timeout=60) as client:
+            stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
+            next(stream)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: not is_healthy())
+            begun = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(openai.APIError) as caught:
+                list(stream)
+            return caught.value.message, time.monotonic() - begun
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(end)
+        assert main(["serve", "tiny", POLICY, "--port", str(number)]) == 130
+        message, seconds = told.result(20)
+    assert message == "The server is shutting down; try again later." and seconds < 15
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_two_servers_that_start_at_once_do_not_share_a_port(
+    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linux reserves a port for both, and the second one that listens is refused."""
+    message = "must be an address that is free, got 127.0.0.1 and"
+    with bind("127.0.0.1", 0) as first, pytest.raises(kvpolicy.KVPolicyError, match=message):
+        number = first.getsockname()[1]
+        with bind("127.0.0.1", number) as second:
+            listen(first)
+            with serving(*tiny, "tiny", POLICY, second):
+                pass
+    assert "http://" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["", "a..b", "x" * 300])
+def test_a_host_that_is_no_name(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "tiny", POLICY, "--host", host]) == 2
+    assert "--host and --port must be an address that is free, got" in capsys.readouterr().err
 
 
 QUESTION = "?wolf="

@@ -128,7 +128,13 @@ def serve(
     parsed = keep_at_least(
         Policy.parse(arguments.policy_of(policy, policy_option)), default if least is None else least
     )
-    check_together(prefix=prefix is not None, shared=share_prefix, caching=prefix_caching is not None, rows=rows or 1)
+    check_together(
+        prefix=prefix is not None,
+        shared=share_prefix,
+        caching=prefix_caching is not None,
+        rows=rows or 1,
+        codes=hold_codes,
+    )
     if tp > 1:
         _check_ranks(tp, {"--compile": compile, "--prefix-caching": prefix_caching, "--device": device})
     if api_key == "":
