@@ -278,3 +278,14 @@ def test_the_first_of_several_answers_begins_a_stream(port: int) -> None:
 def test_options_that_are_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", POLICY, *options.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "two\nlines"])
+def test_a_key_that_no_client_can_send_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from a file that ends with a line break; and it is not shown."""
+    monkeypatch.setenv("KVPOLICY_API_KEY", key)
+    assert main(["serve", "tiny", POLICY, "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "--api-key must be printable characters without spaces around them" in said and "secret" not in said
