@@ -111,7 +111,10 @@ class PageGeometry:
             if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
                 pages = torch.where(idle.to(device)[:, None], held, pages)
         layer.row_pages = room.rows
-        layer.expect(room.expected.tolist(), idle)
+        # Pages are made anew, so that a row may have fewer of them than before, where its end became known.
+        before = torch.tensor(layer.expected_len, device="cpu")
+        layer.expected_len = (room.expected if idle is None else torch.where(idle, before, room.expected)).tolist()
+        layer.capacity = max(layer.expected_len)
         layer.set_budget(room.most if idle is None else torch.where(idle.to(device), tensors.budget, room.most))
         tensors.paged().complete = self._find_complete()
         # A page of a row is cut to the smallest page of the batch, which is a divisor, as all are powers of two.
@@ -141,7 +144,8 @@ class PageGeometry:
         more = (pages * rows.size).to(tensors.positions.device)  # all slots of a page may be used
         most = tensors.budget + more
         keep = self.tokens_by_head().amax(-1) + added.to(most.device)
-        return Room(rows, tensors.paged().average + more, keep, most, torch.maximum(budget.expected_len, most.cpu()))
+        expected = torch.tensor(self._layer.expected_len, device="cpu") + more.cpu()
+        return Room(rows, tensors.paged().average + more, keep, most, expected)
 
     def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> tuple[RowPages, Tensor]:
         """The pages of each row, and `budget.last`; a row without a new token keeps those that it has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.engine.invariants import check_invariants
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, words
@@ -104,6 +106,26 @@ def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[in
         assert cache.get_seq_length() == start
         if "@12" not in spec and "squeeze" not in spec:  # whose budgets hold all tokens
             assert cache.policy_layers[0].store.geometry.tokens_by_head().amax(-1).tolist() == [start]
+
+
+@pytest.mark.parametrize("codec", ["plain", "tokenwise"])
+def test_pages_return_behind_an_announced_end(codec: str, tmp_path: Path) -> None:
+    """A turn of a known end gets fewer pages than the budget has, and what follows behind it gets the others."""
+    model = build("llama", layers=LAYERS)
+    ids, _ = make_batch([64], [64])
+    with kvpolicy.attach(model, words("uniform/adakv+h2o", codec, budget="80")), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids[:, :21], cache=cache)
+        cache.expect(24, 1)
+        model(ids[:, 21:24], cache=cache)
+        cache.save(tmp_path / "turn.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "turn.safetensors")
+        for column in range(24, 64):
+            both = [model(ids[:, column : column + 1], cache=each).logits for each in (cache, loaded)]
+            assert torch.equal(*both)
+        for layer in cache.policy_layers:
+            check_invariants(layer.store)
+            assert layer.store.geometry.tokens_by_head().tolist() == [[64, 64]]
 
 
 @pytest.mark.parametrize("given", [9, 28])
