@@ -120,8 +120,10 @@ class Answering:
 
     async def _handle(self, handler: Any, jobs: list[Job]) -> list[Any]:
         """What transformers' handler responds to each job."""
+        # Of copies: the handler changes the name of a model in them, and choices share one.
+        handled = [handler.handle_request({**job.call.body}, job.key) for job in jobs]
         # The template and the tokenizer take seconds for a long prompt.
-        started = [begin_in_thread(self._preparation, handler.handle_request(job.call.body, job.key)) for job in jobs]
+        started = [begin_in_thread(self._preparation, coroutine) for coroutine in handled]
         tasks = [asyncio.ensure_future(coroutine) for coroutine in started]
         try:
             return await asyncio.gather(*tasks)

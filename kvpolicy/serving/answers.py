@@ -31,7 +31,7 @@ def join(answers: Sequence[dict[str, Any]], jobs: Sequence[Job], call: Call) -> 
     """
     choices = [_finished(answer["choices"][0], job) for answer, job in zip(answers, jobs, strict=True)]
     numbered = [{"logprobs": None, **choice, "index": index} for index, choice in enumerate(choices)]
-    return {**answers[0], "choices": numbered, "usage": _usage(jobs, call)}
+    return {**answers[0], "model": call.body["model"], "choices": numbered, "usage": _usage(jobs, call)}
 
 
 def _finished(choice: dict[str, Any], job: Job) -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def rewrite(streams: Sequence[AsyncIterator[str]], jobs: Sequence[Job], ca
         call: The request.
     """
     chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(1)  # no faster than the client reads
-    common: dict[str, Any] = {"id": jobs[0].key, "created": int(time.time())}
+    common: dict[str, Any] = {"id": jobs[0].key, "created": int(time.time()), "model": call.body["model"]}
     common |= {"usage": None} if call.include_usage else {}
 
     async def pump(index: int) -> None:

@@ -47,12 +47,13 @@ def running(
     load: Callable[[Any], Prefix] | None = None,
     allowed_hosts: Sequence[str] = (),
     policy: str = POLICY,
+    name: str = "tiny",
     **options: Any,
 ) -> Generator[int, None, None]:
     """A server in a thread, and its port."""
     with (
         bind("127.0.0.1", 0) as listener,
-        serving(*model, "tiny", policy, listener, load, allowed_hosts, **options) as server,
+        serving(*model, name, policy, listener, load, allowed_hosts, **options) as server,
     ):
         thread = threading.Thread(target=run, args=(server, listener))
         thread.start()

@@ -59,6 +59,17 @@ def post(port: int, path: str, **fields: Any) -> str:
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_whose_name_looks_like_a_file_of_the_hub(stream: bool) -> None:
+    """Transformers' handler would cut it at the colon, and refuse the second choice for it."""
+    name = "models/a:b.gguf"
+    with running(kvpolicy.tiny(), name=name) as port, client_of(port) as client:
+        made = complete(client, model=name, n=2, stream=stream)
+        chunks = [*made] if stream else [made]
+        assert {chunk.model for chunk in chunks} == {name}
+        assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
+
+
 def test_fields_that_every_answer_has_are_null_without_a_value(port: int) -> None:
     """As the specification of the OpenAI API requires them."""
     (chat,) = json.loads(post(port, "chat/completions", messages=MESSAGES))["choices"]

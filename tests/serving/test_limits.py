@@ -248,7 +248,7 @@ def test_an_error_in_a_stream_ends_it() -> None:
             yield 'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": null}]}\n\n'
             raise KeyError("arguments")
 
-        call = Call(stream=True)
+        call = Call(stream=True, body={"model": "tiny"})
         return [event async for event in rewrite([broken()], make_jobs("k", call), call)]
 
     first, second = asyncio.run(events())
