@@ -337,7 +337,7 @@ class PolicyCache(CacheForward):
         call counts as a step: behind an uncompiled one, readers that sort their slots every few steps do so sooner.
         """
         self.journal.refuse_shared("tick()")
-        begun = [layer for layer in self.policy_layers if layer.is_initialized]
+        begun = [layer for layer in self.policy_layers if layer.holds_prompt]
         for layer in begun:
             with inference_as(layer.store.contents.is_inference):
                 layer.count_step()
@@ -428,7 +428,8 @@ class PolicyCache(CacheForward):
             # made before would be in addition to it.
             return
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.store.spec.grows:
+            # One that waits for its prompt has no slots yet, and makes them as announced.
+            if layer.holds_prompt and layer.store.spec.grows:
                 layer.make_room(new)
 
     def hold_next(self) -> None:

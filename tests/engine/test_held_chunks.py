@@ -214,3 +214,23 @@ def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunk
             forward(model, ids, mask, 0, 20, cache)
         cache.announced = Announced(26)
         forward(model, ids, mask, 0, 20, cache)
+
+
+@pytest.mark.parametrize("policy", ["full", "uniform/even+h2o:decode=grow@16", "h2o:decode=grow@16"])
+def test_an_announcement_while_a_prompt_waits_makes_no_slots(policy: str) -> None:
+    """As for a last token of the prompt, with which it is compressed."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([27], [27, 5])
+    with kvpolicy.attach(model, policy, chunks="hold"):
+        cache, other = (PolicyCache(model, prompt=27) for _ in range(2))
+        forward(model, ids, mask, 0, 26, cache)
+        forward(model, ids, mask, 0, 26, other)
+        held = cache.nbytes
+        cache.expect(27, 3)
+        assert cache.nbytes == held
+        cache.tick()
+        other.announced = Announced(27, 3)
+        for column in range(26, 32):
+            both = [forward(model, ids, mask, column, column + 1, each) for each in (cache, other)]
+            assert torch.equal(*both)
+        assert cache.nbytes == other.nbytes
