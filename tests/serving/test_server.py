@@ -197,6 +197,7 @@ def test_a_second_interrupt_ends_running_answers(
     monkeypatch.setattr("kvpolicy.serving.server.GRACE", 20.0)
     with bind("127.0.0.1", 0) as free:
         number = free.getsockname()[1]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
 
     def is_healthy() -> bool:
         try:
@@ -217,24 +218,25 @@ def test_a_second_interrupt_ends_running_answers(
                 list(stream)
             return caught.value.message, time.monotonic() - begun
 
-    with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(end)
-        assert main(["serve", "tiny", POLICY, "--port", str(number)]) == 130
-        message, seconds = told.result(20)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(end)
+            assert main(["serve", "tiny", POLICY, "--port", str(number)]) == 130
+            message, seconds = told.result(20)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert message == "The server is shutting down; try again later." and seconds < 15
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_two_servers_that_start_at_once_do_not_share_a_port(
-    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_that_start_at_once_do_not_share_a_port(capsys: pytest.CaptureFixture[str]) -> None:
     """Linux reserves a port for both, and the second one that listens is refused."""
     message = "must be an address that is free, got 127.0.0.1 and"
     with bind("127.0.0.1", 0) as first, pytest.raises(kvpolicy.KVPolicyError, match=message):
         number = first.getsockname()[1]
         with bind("127.0.0.1", number) as second:
             listen(first)
-            with serving(*tiny, "tiny", POLICY, second):
+            with serving(*kvpolicy.tiny(), "tiny", POLICY, second):
                 pass
     assert "http://" not in capsys.readouterr().err
 
