@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Selector, State, View
 from kvpolicy.selectors.asked import Asked, add_generated, among_newest, none_ranked, with_prompt
 from kvpolicy.selectors.common import half_budget, keep_always, unranked_first
-from kvpolicy.statistics import NewestQueries, Results, Statistic, Vectors
+from kvpolicy.statistics import NewestQueries, Results, Sizes, Statistic, Vectors, Working
+from kvpolicy.statistics.statistic import SHORTEST_TILE
 from kvpolicy.text.strategy import between, least, odd, strategy
 
 _MOST = 2.0
@@ -19,6 +21,16 @@ _MOST = 2.0
 
 TILE_ELEMENTS = 1 << 20
 """Cosines in one tile: 4 MiB of fp32."""
+
+
+@dataclass(frozen=True)
+class ComparingQueries(NewestQueries):
+    """The newest queries, for a selector that also compares keys with keys."""
+
+    def working(self, sizes: Sizes) -> Working:
+        """Tiles of cosines, and what they are compared by."""
+        candidates = sizes.candidates
+        return Working(chosen=3 * 4 * max(min(TILE_ELEMENTS, candidates * sizes.keys), SHORTEST_TILE * candidates))
 
 
 @strategy
@@ -70,7 +82,7 @@ class RKV(Selector):
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
         """The newest queries, and the keys of all tokens after a prompt and now and then."""
-        return (Vectors(generated=True), NewestQueries(self.window))
+        return (Vectors(generated=True), ComparingQueries(self.window))
 
     @property
     def rerank_every(self) -> int:
@@ -84,7 +96,7 @@ class RKV(Selector):
 
     def observe(self, state: Asked, seen: Results, view: View) -> State:
         """Take the newest queries of a prompt, and rank every candidate."""
-        queries = with_prompt(state.queries, seen[NewestQueries], view)
+        queries = with_prompt(state.queries, seen[ComparingQueries], view)
         return self.rerank(state._replace(queries=queries), seen, view)
 
     def rerank(self, state: Asked, seen: Results, view: View) -> State:

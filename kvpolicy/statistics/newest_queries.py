@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvpolicy.statistics.statistic import SHORTEST_TILE, Context, Sizes, Working
+from kvpolicy.statistics.statistic import Context, Sizes, Working
 from kvpolicy.statistics.window_statistic import NewestWindow
-from kvpolicy.statistics.windows import TILE_ELEMENTS, QueryWindow
+from kvpolicy.statistics.windows import QueryWindow
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,5 @@ class NewestQueries(NewestWindow[Tensor]):
         return self.window.queries
 
     def working(self, sizes: Sizes) -> Working:
-        """Tiles of products, of keys with keys too, and what they are compared by."""
-        candidates = sizes.candidates
-        return Working(chosen=3 * 4 * max(min(TILE_ELEMENTS, candidates * sizes.keys), SHORTEST_TILE * candidates))
+        """Scores of the queries, their weights, and what is pooled of them."""
+        return Working(chosen=3 * 4 * min(self.width, sizes.columns) * sizes.scores)

@@ -152,8 +152,8 @@ def recording() -> Generator[Recorder]:
             given = [x.detach().clone() for x in (q, k, v)]
             owner: Any = cache.layers[layer_idx]
             if not isinstance(owner, PolicyLayer):
-                asked = {type(each) for each in cache.policy.at(owner.reads).selector.statistics}
-                if not asked & {Moments, NewestQueries}:  # else its queries are not looked at
+                asked = cache.policy.at(owner.reads).selector.statistics
+                if not any(isinstance(each, Moments | NewestQueries) for each in asked):  # else no query is looked at
                     recorder.join(owner.reads, given[0], out.clone())
                 return out
             flags = None if valid is None else valid.bool()
