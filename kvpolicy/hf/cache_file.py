@@ -174,9 +174,12 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
         )
     for name, (dtype, shape) in packed.items():
         try:
-            tensors[name] = _inflated(tensors[name], getattr(torch, dtype), shape)
+            found = _inflated(tensors[name], getattr(torch, dtype), shape)
         except (ValueError, RuntimeError) as error:  # torch refuses some shapes without elements
             raise not_as_written(path) from error
+        if found is None:
+            raise not_as_written(path)
+        tensors[name] = found
     return CacheFile(header, tensors)
 
 
@@ -238,30 +241,32 @@ def deflated(data: bytes | memoryview) -> Tensor:
     return torch.frombuffer(bytearray(zlib.compress(data)), dtype=torch.uint8)
 
 
-def inflated(blob: Tensor, size: int) -> bytes:
-    """The bytes that `deflated` was given: as many as there must be, and never more, whatever they would become.
+def inflated(blob: Tensor, size: int) -> bytes | None:
+    """The bytes that `deflated` was given; no more than one too many are made, whatever the blob would become.
 
     Args:
         blob: [n] uint8.
         size: How many there must be.
 
-    Raises:
-        ValueError: If there are more or fewer, or the rest of the blob is something else.
+    Returns:
+        The bytes; None if there are more or fewer, or the blob or its rest is something else.
     """
     reader = zlib.decompressobj()
     try:
         # One more would be one too many; 0 would mean any number.
         found = reader.decompress(_bytes(blob), size + 1)
-    except zlib.error as error:
-        raise ValueError("bytes that cannot be decompressed") from error
-    if len(found) != size or not reader.eof or reader.unused_data:
-        raise ValueError("another number of bytes")
-    return found
+    except zlib.error:
+        return None
+    is_whole = len(found) == size and reader.eof and not reader.unused_data
+    return found if is_whole else None
 
 
-def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
     whole = torch.empty(shape, dtype=dtype, device="cpu")
-    _bytes(whole)[:] = inflated(blob, whole.nbytes)
+    found = inflated(blob, whole.nbytes)
+    if found is None:
+        return None
+    _bytes(whole)[:] = found
     return whole
 
 

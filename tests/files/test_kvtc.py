@@ -434,7 +434,7 @@ HOSTILE: list[tuple[Any, str]] = [
     (bomb, "bytes of codes"),
     (longer, "bytes of codes"),
     (shorter, "bytes of codes"),
-    (noise, "bytes that cannot be decompressed"),
+    (noise, "bytes of codes"),
     (lambda _, tensors: tensors.pop("layers.0.kvtc.joint1.values"), "the codes joint1.values of layer 0, got none"),
     (lambda _, tensors: tensors.pop("layers.1.kvtc.rest.keys"), "keys of 9 tokens|keys of .* got none"),
     (lambda _, tensors: tensors.update({"layers.1.kvtc.rest.keys": torch.zeros(2**20, 8)}), "keys of .* got torch"),

@@ -335,7 +335,7 @@ def _inflated(layer: _Layer, name: str, size: int, what: str) -> bytes:
     held = layer.tensors.get(f"{METHOD}.{name}")
     if held is None or held.dtype != torch.uint8 or held.dim() != 1:
         raise damaged(f"the codes {name} of layer {layer.index}, got none", what)
-    try:
-        return inflated(held, size)
-    except ValueError as error:
-        raise damaged(f"{size} bytes of codes {name} in layer {layer.index}, got {error}", what) from error
+    found = inflated(held, size)
+    if found is None:
+        raise damaged(f"{size} bytes of codes {name} in layer {layer.index}, got another number, or no codes", what)
+    return found
