@@ -15,8 +15,7 @@ from kvpolicy.serving.access import HostCheck, Hosts, KeyCheck
 from kvpolicy.serving.answering import Answering, error_response
 from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.requests import parse_chat, parse_completion
-from kvpolicy.serving.templates import brief
+from kvpolicy.serving.requests import RequestError, check_model, parse_chat, parse_completion
 from kvpolicy.text.version import __version__
 
 
@@ -82,11 +81,11 @@ def _add_model(app: FastAPI, name: str, policy: str) -> None:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def model(wanted: str) -> Response:
-        if wanted == name:
-            return JSONResponse(card)
-        return error_response(
-            f"model must be {name!r}, the one that this server has, got {brief(wanted)}.", 404, "model_not_found"
-        )
+        try:
+            check_model(wanted, name)
+        except RequestError as error:
+            return error_response(str(error), error.status, error.code)
+        return JSONResponse(card)
 
     app.add_api_route("/v1/models", models, methods=["GET"])
     app.add_api_route("/v1/models/{wanted:path}", model, methods=["GET"])

@@ -229,7 +229,7 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
 
 
 def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str, logprobs: int | None) -> Call:
-    _check_model(fields.get("model", model), model)
+    check_model(fields.get("model", model), model)
     stream = _bool("stream", fields.get("stream", False))
     include_usage = _include_usage(fields.get("stream_options", {}))
     most = _max_tokens(fields)
@@ -300,7 +300,16 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     return found.pop() if found else None
 
 
-def _check_model(name: Any, model: str) -> None:
+def check_model(name: Any, model: str) -> None:
+    """Refuse every name but that of the server's model.
+
+    Args:
+        name: The name that a request has.
+        model: The name of the model.
+
+    Raises:
+        RequestError: With status 404, if they differ.
+    """
     if name != model:
         raise RequestError(
             f"model must be {model!r}, the one that this server has, got {brief(name)}.", 404, "model_not_found"
