@@ -339,8 +339,8 @@ class StepReads:
                 (tensors.values,) if keys is not None else (tensors.keys, tensors.values), slots
             )
             keys = loaded[0] if keys is None else keys
-            values = loaded[-1]
-            held = values
+            held = loaded[-1]
+            values = mixed_values(keys, held)
         else:
             index = flat_slots(slots, tensors.positions.shape[-1], memo.once)
             keys = self._link.rows(tensors.keys, slots, index) if keys is None else keys
@@ -351,6 +351,7 @@ class StepReads:
                 self._link.count_vectors(held, slots.shape[-1])
                 held = mixed_values(tensors.keys, held)
             else:
+                held = values
                 slots = torch.arange(slots.shape[-1], device=slots.device).expand(slots.shape)
                 index = None
             # A row that has a token reads at least the newest one.

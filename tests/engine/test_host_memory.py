@@ -127,11 +127,22 @@ def test_layers_that_follow_are_in_host_memory(policy: str, base: str) -> None:
     assert host[0].report().loaded == sum(layer.store.step_bytes.loaded for layer in host[0].policy_layers) > 0
 
 
-def conversation(policy: str, rows: list[int] | None = None, layers: int = 4) -> tuple[PolicyCache, Tensor]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reader", READERS[:2])
+@pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear", "mimo_v2_flash"])
+def test_values_that_are_a_part_of_keys_or_of_another_size(family: str, reader: str, dtype: torch.dtype) -> None:
+    plain, host = (conversation(policy, model=build(family, dtype)) for policy in policies("h2o", reader))
+    assert torch.equal(plain[1], host[1])
+    assert any(layer.store.step_bytes.loaded for layer in host[0].policy_layers)
+
+
+def conversation(
+    policy: str, rows: list[int] | None = None, layers: int = 4, model: Any = None
+) -> tuple[PolicyCache, Tensor]:
     """A cache after a prompt, steps and another prompt, and the logits."""
     rows = rows or [40]
     turns = [40, 1, 1, 1, 7, 1, 1, 1]
-    model = build("llama", layers=layers)
+    model = model or build("llama", layers=layers)
     ids, mask = make_batch(rows, turns)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=sum(turns[1:]))
