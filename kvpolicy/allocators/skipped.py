@@ -7,16 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import (
     Allocator,
     AttentionNeeds,
     BoundsBudgets,
+    ChecksModel,
     Guarantee,
     HeadAllocator,
     LayerAttention,
     LayerBounds,
     MeasuresAttention,
+    ModelInfo,
     heads_of,
 )
 from kvpolicy.protocols.allocator import LayerMetric
@@ -45,8 +48,8 @@ class SkippedLayers(Allocator):
         last: How many of the last ones are skipped.
 
     Raises:
-        KVPolicyError: If no layer is skipped; later, if no layer is left, or the budget cannot hold those that are
-            skipped and the smallest budget of the others.
+        KVPolicyError: If no layer is skipped; of a model, if none of its layers is left; later, if the budget cannot
+            hold those that are skipped and the smallest budget of the others.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -93,6 +96,12 @@ class SkippedLayers(Allocator):
         assert isinstance(self.base, MeasuresAttention)  # only called for its metric
         return self.base.measure(seen)
 
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if no layer of a model is left, or the base cannot be used with it."""
+        self._check_layers(model.layers)
+        if isinstance(self.base, ChecksModel):
+            self.base.check(model)
+
     def skipped(self, indices: Sequence[int]) -> tuple[int, ...]:
         """Which of these layers are skipped."""
         return (*indices[: self.first], *indices[len(indices) - self.last :])
@@ -104,6 +113,8 @@ class SkippedLayers(Allocator):
             KVPolicyError: If no layer is left, or the other layers would get less than their smallest budget.
         """
         own, rest = self._split(total, floor, ceiling, layers)
+        if metrics is None and isinstance(self.base, SqueezeAttention):
+            metrics = self.base.stored(layers)  # of the whole model
         left = None if metrics is None else metrics[:, self.first : layers - self.last]
         others = self.base.budgets(left, rest, floor, ceiling, layers - self.first - self.last)
         each = own[:, None].to(others.device)
@@ -136,15 +147,19 @@ class SkippedLayers(Allocator):
             others = Guarantee(torch.full_like(rest, floor), most * (layers - skips))
         return Guarantee(others.least.minimum(own), others.together + skips * own)
 
-    def _split(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> tuple[Tensor, Tensor]:
-        """Tokens of each layer that is skipped, and of all others together, [B] int64 each."""
-        skips = self.first + self.last
-        if skips >= layers:
+    def _check_layers(self, layers: int) -> None:
+        """Refuse to skip all layers."""
+        if self.first + self.last >= layers:
+            most = (layers - 1) // 2
             raise KVPolicyError(
                 f"The option skip must leave at least one of the {layers} layers under the policy, got "
-                f"skip={self.first}-{self.last}; try skip={min(self.first, (layers - 1) // 2)}-"
-                f"{min(self.last, (layers - 1) // 2)}."
+                f"skip={self.first}-{self.last}; try skip={min(self.first, most)}-{min(self.last, most)}."
             )
+
+    def _split(self, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+        """Tokens of each layer that is skipped, and of all others together, [B] int64 each."""
+        self._check_layers(layers)
+        skips = self.first + self.last
         ceiling = ceiling.to(total.device)
         # Where there is more than all layers can use, the surplus is divided evenly.
         own = torch.where(total >= layers * ceiling, total // layers, ceiling)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators.profile import load_profile
-from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds
+from kvpolicy.protocols import Allocator, Guarantee, HeadAllocator, LayerBounds, ModelInfo
 from kvpolicy.text.budget import waterfill
 from kvpolicy.text.strategy import fraction, least, strategy
 
@@ -71,20 +71,32 @@ class SqueezeAttention(Allocator):
         """The attention cosine, unless there is a profile."""
         return "" if self.profile else "cosine"
 
+    def stored(self, layers: int) -> Tensor | None:
+        """The cosines of the profile, of a model with so many layers, [1, L] fp32; None without a profile.
+
+        Raises:
+            KVPolicyError: If the profile cannot be read, or is of a model with another number of layers.
+        """
+        if not self.profile:
+            return None
+        return torch.tensor([load_profile(self.profile, layers)], dtype=torch.float32, device="cpu")
+
+    def check(self, model: ModelInfo) -> None:
+        """Read the profile, which must be of a model with as many layers."""
+        self.stored(model.layers)
+
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`.
 
         Raises:
             KVPolicyError: If the profile cannot be read, or is of a model with another number of layers.
         """
-        if self.profile:
-            cosine = torch.tensor(load_profile(self.profile, layers), dtype=torch.float32, device="cpu")
-            is_squeezed = self._squeezed(cosine).expand(len(total), -1)
-        else:
-            assert metrics is not None, "squeeze requests the cosine of every layer"
-            # By row, so that the budgets of a row do not depend on the rows beside it.
-            is_squeezed = torch.stack([self._squeezed(row) for row in metrics.float().cpu()])
-        is_squeezed = is_squeezed.to(total.device)
+        if metrics is None:
+            metrics = self.stored(layers)
+        assert metrics is not None, "squeeze requests the cosine of every layer"
+        # By row, so that the budgets of a row do not depend on the rows beside it.
+        is_squeezed = torch.stack([self._squeezed(row) for row in metrics.float().cpu()])
+        is_squeezed = is_squeezed.to(total.device).expand(len(total), -1)
         average = total.double()[:, None] / layers
         kept = torch.where(is_squeezed.any(-1, keepdim=True), self.keep_share * average, average)
         count = is_squeezed.sum(-1, keepdim=True)

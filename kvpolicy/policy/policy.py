@@ -312,8 +312,9 @@ class Policy:
         """Raise KVPolicyError if a part cannot be used with a model, such as a codec without a calibration for it."""
         if self.heads is not None:
             self.heads.check(model)
-        if isinstance(self.selector, ChecksModel):
-            self.selector.check(model)
+        for part in (self.allocator, self.selector):
+            if isinstance(part, ChecksModel):
+                part.check(model)
         self.codec.check(model)
         self.reader.check(model)
 

@@ -33,7 +33,7 @@ class Allocator(Protocol):
     """How many tokens may each layer keep?
 
     A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
-    class. Optional abilities are `DividesHeads`, `MeasuresAttention` and `BoundsBudgets`.
+    class. Optional abilities are `DividesHeads`, `MeasuresAttention`, `BoundsBudgets` and `ChecksModel`.
     """
 
     __slots__ = ()

@@ -231,13 +231,13 @@ class HoldsAttention(Protocol):
 
 @runtime_checkable
 class ChecksModel(Protocol):
-    """An optional ability of a selector: it may refuse a model, such as one that its file was not made for.
+    """An optional ability of a selector or an allocator: it may refuse a model, such as one its file was not made for.
 
-    It is asked before a policy is attached or planned, and by a selector that wraps it.
+    It is asked before a policy is attached or planned, and by a part that wraps it.
     """
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError if the selector cannot be used with a model."""
+        """Raise KVPolicyError if the part cannot be used with a model."""
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.allocators.profile import save_profile
 from kvpolicy.allocators.skipped import SkippedLayers
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.registry import ALLOCATORS, lookup, name_of
@@ -151,7 +153,6 @@ def test_logits_of_a_full_budget_are_those_of_the_stock_cache() -> None:
             "uniform:skip=2-2+snapkv@0.5",
             r"at least 201 tokens per layer to skip 4 of 8 layers with 400 tokens each, got 200",
         ),
-        ("uniform:skip=4-4+snapkv@0.9", r"must leave at least one of the 8 layers .*, got skip=4-4; try skip=3-3"),
         ("uniform:skip=2-2+snapkv@300KiB", r"The budget must be at least \d+B for 1 row"),
         ("uniform:skip=1-1+h2o+mikv@1.0", "got uniform:skip=1-1.*; try decode=grow, or a budget below 1.0"),
         ("uniform:skip=1-1+streaming+minicache:start=0@0.9", "got .*; try uniform"),
@@ -161,6 +162,30 @@ def test_what_cannot_be_is_refused(spec: str, message: str) -> None:
     model, _ = kvpolicy.tiny()
     with torch.no_grad(), pytest.raises(KVPolicyError, match=message), kvpolicy.attach(model, spec):
         model(PROMPT)
+
+
+def test_a_model_without_other_layers_is_refused_before_it_is_attached() -> None:
+    model, _ = kvpolicy.tiny()
+    with pytest.raises(KVPolicyError, match=r"must leave at least one of the 8 layers .*, got skip=4-4; try skip=3-3"):
+        kvpolicy.attach(model, "uniform:skip=4-4+snapkv@0.9")
+
+
+def test_the_profile_of_the_model_serves_the_layers_that_are_left(tmp_path: Path) -> None:
+    model, _ = kvpolicy.tiny()
+    path = tmp_path / "profile.json"
+    save_profile(path, "tiny", [0.99, 0.1, 0.2, 0.3, 0.9, 0.91, 0.4, 0.99])
+    with torch.no_grad(), kvpolicy.attach(model, f"squeeze:profile={path}:skip=1-1+snapkv@0.7") as handle:
+        model(PROMPT)
+        assert handle.plan is not None
+        tokens = [layer.tokens for layer in handle.plan.layers]
+    ends = PROMPT.shape[1]
+    assert [tokens[0], tokens[7]] == [ends, ends] and tokens[4] == tokens[5] < min(tokens[1:4] + tokens[6:7])
+    for option in ("", ":skip=1-1"):
+        save_profile(path, "another", [0.1, 0.2, 0.3])
+        with pytest.raises(KVPolicyError, match="must be of a model with 8 layers, got 3"):
+            kvpolicy.attach(model, f"squeeze:profile={path}{option}+snapkv@0.7")
+        with pytest.raises(KVPolicyError, match="must be a readable file"):
+            kvpolicy.plan(model, f"squeeze:profile={tmp_path / 'none.json'}{option}+snapkv@0.7", prompt=100)
 
 
 @pytest.mark.parametrize(
