@@ -13,7 +13,7 @@ from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
-from kvpolicy.engine.page_attention import BufferedPages, attend_pages
+from kvpolicy.engine.page_attention import BufferedPages, PageAttention, attend_pages
 from kvpolicy.engine.page_codes import CodedPages, by_field, decode_heads, encode
 from kvpolicy.engine.page_slots import (
     count_tokens,
@@ -202,9 +202,7 @@ class CodedPageBody:
 
     # a decode step
 
-    def attend(
-        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def attend(self, q: Tensor, transform: ScoreTransform) -> PageAttention:
         """Attend from one token per row to every page and to the buffers; see `attend_pages`."""
         tensors = self._layer.tensors
         empty = tensors.positions < 0
@@ -212,8 +210,8 @@ class CodedPageBody:
         head = owners.head[:, : self.owner.shape[1]]
         coded = CodedPages(self._codec, tensors.codes[0], self._calibration, head, self._heads, tensors.values.dtype)
         pages = BufferedPages(coded, tensors.keys, tensors.values, empty.shape[-1])
-        how = {"want_weights": want_weights, "none_alone": self._layer.evicts}  # a head that evicts holds a token
-        return attend_pages(q, pages, empty, owners, transform, tensors.log_counts, **how)
+        none_alone = self._layer.evicts  # a head that evicts holds a token
+        return attend_pages(q, pages, empty, owners, transform, tensors.log_counts, none_alone=none_alone)
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full.

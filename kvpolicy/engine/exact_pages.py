@@ -10,7 +10,7 @@ from kvpolicy.engine.decode import NO_SLOT, assert_compiled
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import SlotMerge, merge_evicted, merge_victim
-from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from kvpolicy.engine.page_attention import ExactPages, PageAttention, attend_pages
 from kvpolicy.engine.page_slots import (
     flat_index,
     flat_pages,
@@ -128,15 +128,12 @@ class ExactPageBody:
         layer = self._layer
         return Owners.of(self.owner, layer.shape.heads, layer.memo.once, all_used=layer.evicts)
 
-    def attend(
-        self, q: Tensor, transform: ScoreTransform, *, want_weights: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def attend(self, q: Tensor, transform: ScoreTransform) -> PageAttention:
         """Attend from one token per row to every page; see `attend_pages`."""
         tensors = self._layer.tensors
         pages = ExactPages(tensors.keys, tensors.values)
         empty = None if self._layer.is_full else tensors.positions < 0
-        counts = tensors.log_counts
-        return attend_pages(q, pages, empty, self._owners(), transform, counts, want_weights=want_weights)
+        return attend_pages(q, pages, empty, self._owners(), transform, tensors.log_counts)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""

@@ -77,6 +77,34 @@ class BufferedPages(NamedTuple):
         return owners.head.shape[1] - heads * buffer_pages(slots, self.size)
 
 
+class PageAttention(NamedTuple):
+    """The attention of one token per row to the pages of each head; what is not asked for is not computed.
+
+    Attributes:
+        out: The output, [B, Hq, 1, D].
+        exponentials: Those of the scores less the largest score of the head, [B, NB, G, P] fp32.
+        top: The largest score of each head, [B, H, G] fp32.
+        total: The sum of a head's exponentials, [B, H, G] fp32.
+        owners: The owners of the pages.
+    """
+
+    out: Tensor
+    exponentials: Tensor
+    top: Tensor
+    total: Tensor
+    owners: Owners
+
+    @property
+    def weights(self) -> Tensor:
+        """The attention weights, [B, NB, G, P] fp32."""
+        return self.exponentials / self.owners.for_pages(self.total)[..., None]
+
+    @property
+    def normalizer(self) -> Tensor:
+        """The logarithm of the sum of the exponentials of the scores, [B, H, G] fp32."""
+        return self.top + self.total.log()
+
+
 def attend_pages(
     q: Tensor,
     pages: StoredPages,
@@ -85,9 +113,8 @@ def attend_pages(
     transform: ScoreTransform,
     counts: Tensor | None = None,
     *,
-    want_weights: bool = True,
     none_alone: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> PageAttention:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
     Every page is scored and mixed on its own, as if it were a head. The softmax of a head needs the maxima and sums of
@@ -100,12 +127,7 @@ def attend_pages(
         owners: The owners of the pages.
         transform: From products to attention weights.
         counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
-        want_weights: Whether to return more than the output.
         none_alone: Whether each head is known to attend to a slot; it is if no slot is empty.
-
-    Returns:
-        The output [B, Hq, 1, D], the attention weights [B, NB, G, P] fp32, and the logarithm of the sum of the
-        exponentials of the scores, [B, H, G] fp32.
     """
     heads = owners.member.shape[1]
     none_alone = none_alone or empty is None
@@ -129,7 +151,4 @@ def attend_pages(
     if not none_alone:
         total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
     out = pages.mix(weights, owners) / total[..., None]
-    attended = out.to(q.dtype).flatten(1, 2).unsqueeze(2)
-    if not want_weights:
-        return attended, None, None
-    return attended, weights / owners.for_pages(total)[..., None], top + total.log()
+    return PageAttention(out.to(q.dtype).flatten(1, 2).unsqueeze(2), weights, top, total, owners)

@@ -185,15 +185,14 @@ class PageGeometry:
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to every page."""
         self.count_read(self._layer.link)
-        out, weights, _ = self._body.attend(q, transform, want_weights=want_weights)
-        return out, weights
+        found = self._body.attend(q, transform)
+        return found.out, found.weights if want_weights else None
 
     def attend_part(self, queries: Tensor, transform: ScoreTransform, *, whole: bool) -> Part:
         """Attend from many queries of each head to every page; see `Geometry.attend_part`."""
         heads, number = queries.shape[1:3]
-        out, _, normalizer = self._body.attend(queries.flatten(1, 2)[:, :, None], transform, want_weights=True)
-        assert normalizer is not None
-        return Part(out.unflatten(1, (heads, number))[:, :, :, 0], normalizer)
+        found = self._body.attend(queries.flatten(1, 2)[:, :, None], transform)
+        return Part(found.out.unflatten(1, (heads, number))[:, :, :, 0], found.normalizer)
 
     def count_read(self, link: Link) -> None:
         """Count on `link` what a decode step reads."""

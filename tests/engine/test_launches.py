@@ -24,7 +24,7 @@ LIMITS = {
     "snapkv+kivi:bits=4@0.5": 71,
     "snapkv+tokenwise:bits=4@0.5": 72,
     "uniform/adakv+snapkv@0.2": 70,
-    "uniform/adakv+h2o@0.2": 77,
+    "uniform/adakv+h2o@0.2": 75,
     "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 93,
     "full+quest:read=64:dense=0": 78,
     "snapkv+quest:read=64:dense=0@0.5": 136,

@@ -38,25 +38,24 @@ def test_a_row_without_a_token_is_no_nan() -> None:
     keys, values, occupied, owner = pages(0)
     occupied[1] = False
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, weights, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
-    assert weights is not None
-    assert out[1].eq(0).all() and weights[1].eq(0).all()
-    assert out[0].isfinite().all()
+    found = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
+    assert found.out[1].eq(0).all() and found.weights[1].eq(0).all()
+    assert found.out[0].isfinite().all()
 
 
 def test_empty_slots_may_hold_any_number() -> None:
     keys, values, occupied, owner = pages(1)
     keys = keys.masked_fill(~occupied[..., None], 1e4)
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, _, _ = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
-    other, _, _ = attend_pages(
+    one = attend_pages(q, ExactPages(keys, values), ~occupied, owners(owner), ScoreTransform(1.0))
+    other = attend_pages(
         q,
         ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values),
         ~occupied,
         owners(owner),
         ScoreTransform(1.0),
     )
-    assert torch.equal(out, other)
+    assert torch.equal(one.out, other.out)
 
 
 @pytest.mark.parametrize("above", [-200.0, 0.0, 200.0])
@@ -68,8 +67,7 @@ def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None
     occupied = torch.ones(1, 2, SIZE, dtype=torch.bool)
     owner = torch.zeros(1, 2, dtype=torch.int64)
     pages = BufferedPages(ExactPages(keys, values), *buffer, SIZE)
-    out, weights, _ = attend_pages(torch.ones(1, 1, 1, 1), pages, ~occupied, owners(owner, 1), ScoreTransform(1.0))
+    found = attend_pages(torch.ones(1, 1, 1, 1), pages, ~occupied, owners(owner, 1), ScoreTransform(1.0))
     want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
-    assert out.flatten().tolist() == [want]
-    assert weights is not None
-    assert weights.sum(-1).flatten().tolist() == [1 - want, want]
+    assert found.out.flatten().tolist() == [want]
+    assert found.weights.sum(-1).flatten().tolist() == [1 - want, want]
