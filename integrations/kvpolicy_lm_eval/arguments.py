@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 import re
 import textwrap
@@ -15,8 +14,6 @@ from lm_eval.models import huggingface
 
 from kvpolicy import Policy
 from kvpolicy.hf.embedded import as_config
-from kvpolicy.planning.curves import load_tuned
-from kvpolicy.policy import TunedPolicy
 from kvpolicy.text.budget import Budget
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
@@ -47,24 +44,6 @@ _WITH_TP = {
     "truncation",
     "trust_remote_code",
     "use_fast_tokenizer",
-}
-
-
-# Arguments of HFLM that change no answer, or that a fingerprint has in another form.
-_WITHOUT_EFFECT = {
-    "batch_size",
-    "device",
-    "device_map",
-    "dtype",
-    "logits_cache",
-    "max_batch_size",
-    "max_cpu_memory",
-    "max_length",
-    "max_memory_per_gpu",
-    "offload_folder",
-    "parallelize",
-    "token",
-    "trust_remote_code",
 }
 
 
@@ -169,32 +148,10 @@ def loading_error(error: Exception, pretrained: Any, others: Mapping[str, Any]) 
     return KVPolicyError(f"The arguments must be those of the models kvpolicy and hf, got {found[1]!r}; {advice}.")
 
 
-def describe_others(others: Mapping[str, Any]) -> str:
-    """HFLM's arguments that answers depend on, such as `peft` and `add_bos_token`, for a fingerprint.
-
-    >>> describe_others({"revision": "v2", "batch_size": 8, "add_bos_token": True})
-    ' add_bos_token=True revision=v2'
-    """
-    named = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT}
-    # An object, such as a tokenizer, has another address in every process.
-    return "".join(f" {name}={named[name]}" for name in sorted(named) if isinstance(named[name], str | int | float))
-
-
 def read_policy(policy: str | Policy | None, budget: Budget | None) -> Policy:
     """Parse a spec, and override its budget if one is given."""
     found = policy if isinstance(policy, Policy) else Policy.parse(policy)
     return found if budget is None else found.with_budget(budget)
-
-
-def content_of(policy: Policy) -> str:
-    """A hash of the file that a policy is made from, since another tuning may be written to it; empty if there is none.
-
-    Raises:
-        KVPolicyError: If the file cannot be read.
-    """
-    if not isinstance(policy, TunedPolicy):
-        return ""
-    return f" sha256={hashlib.sha256(repr(load_tuned(policy.source.file)).encode()).hexdigest()[:16]}"
 
 
 def at_least(name: str, value: Any, low: int) -> int:

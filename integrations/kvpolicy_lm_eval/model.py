@@ -29,20 +29,20 @@ from kvpolicy_lm_eval.arguments import (
     at_least,
     check_spelling,
     check_values,
-    content_of,
-    describe_others,
     loading_error,
     named_arguments,
     read_policy,
     read_sharding,
 )
 from kvpolicy_lm_eval.auto_batch import AutoBatch
+from kvpolicy_lm_eval.fingerprint import describe_others, fingerprint_of
 from kvpolicy_lm_eval.generating import Batch, Completer, new_tokens_of
 from kvpolicy_lm_eval.held_back import NOTHING_HELD
+from kvpolicy_lm_eval.prefix_search import PrefixSearch
 from kvpolicy_lm_eval.prefixes import SharedText, Tokens, check_processes, read_least
 from kvpolicy_lm_eval.progress import one_bar
-from kvpolicy_lm_eval.request_cache import claim
-from kvpolicy_lm_eval.request_groups import group_by_task, join_tasks, share_prefixes, without_prefixes
+from kvpolicy_lm_eval.request_cache import RequestCache
+from kvpolicy_lm_eval.request_groups import group_by_task, join_tasks, without_prefixes
 from kvpolicy_lm_eval.rows import REFILLS, answer_in_rows, is_greedy, rows_obstacle, stack_answers
 from kvpolicy_lm_eval.scoring import Answer, Scorer
 from kvpolicy_lm_eval.stats import Stats
@@ -109,7 +109,7 @@ class KVPolicyLM(HFLM):
         resolved = _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained
         check_spelling(kwargs, named_arguments(KVPolicyLM.__init__), resolved)
         check_values(kwargs, backend)
-        self._others = describe_others(kwargs)
+        self.others = describe_others(kwargs)
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
@@ -118,6 +118,7 @@ class KVPolicyLM(HFLM):
         self.compile = check_compile(compile)
         self.least_prefix = read_least(group_by_prefix)
         self._shared: SharedText | None = None  # of the requests in progress
+        self._prefixes = PrefixSearch(self.least_prefix)
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._held_back = NOTHING_HELD  # of the documents of the requests in progress
@@ -194,22 +195,15 @@ class KVPolicyLM(HFLM):
     def fingerprint(self) -> str:
         """Everything that an answer depends on besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
-        return (
-            f"{_NAMES.get(name, name)} {self.model.dtype} policy={self.policy}"
-            f"{content_of(self.policy)}"
-            f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
-            + (f" hold={self.hold}" if self.hold != "plain" else "")
-            + (f" compile={self.compile}" if self.compile is not None else "")
-            + (f" group_by_prefix={self.least_prefix}" if self.least_prefix else "")
-            + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
-            + self._others
-        )
+        return fingerprint_of(self, _NAMES.get(name, name))
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Use lm-eval's request cache, unless a run with another fingerprint filled it."""
+        self.stats.begin()
         answers = getattr(cache_hook, "dbdict", None)
+        self._prefixes.cache = RequestCache(answers)
         if answers is not None:
-            claim(answers, self.fingerprint)
+            self._prefixes.cache.claim(self.fingerprint)
             if self.sharding.tp > 1:
                 ranks.synchronize_answers(answers)
         super().set_cache_hook(cache_hook)
@@ -217,6 +211,7 @@ class KVPolicyLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Add the policy, its budget, KV bytes and speed to the entries of the results file."""
         report = self.stats.report()
+        self.stats.is_told = True
         tp = self.sharding.tp
         unit = "sequence" if tp == 1 else f"sequence on each of {tp} ranks"
         for name, cost in report.items():
@@ -306,20 +301,23 @@ class KVPolicyLM(HFLM):
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
         """Answer the requests of each task separately, so that each task has its own tally."""
+        self.stats.begin()
         if self.sharding.tp > 1:
             ranks.check_same_requests(kind, requests)
         groups = group_by_task(kind, requests, self.tok_encode)
+        self._prefixes.cache.check_distinct(groups, requests)
         if self.world_size > 1:
             groups = join_tasks(groups, self.batch_size)
         if self.least_prefix and kind == "generate_until":
-            together = share_prefixes(groups, [self._prompt(request) for request in requests], self.least_prefix)
+            together = self._prefixes.share(kind, groups, requests, [*map(self._prompt, requests)])
         else:
             together = without_prefixes(groups)
         answers: list[Any] = [None] * len(requests)
         # lm-eval has a bar for each call, which are many if a task has several groups.
         many = kind != "loglikelihood_rolling" and len(together) > len({some.task for some in together})
         hidden = quiet or self.rank != 0
-        with one_bar(self, f"Running {kind} requests", len(requests), hidden) if many else nullcontext():
+        bar = one_bar(self, f"Running {kind} requests", len(requests), hidden) if many else nullcontext()
+        with self._prefixes.of(kind, len(requests)), bar:
             for task, held_back, prefix, members in together:
                 self.stats.current = f"{task}/{kind}"
                 self.stats.now.requests += len(members)
@@ -383,7 +381,7 @@ class KVPolicyLM(HFLM):
             else:
                 whole = self._scorer(Policy())  # no budget of it is too small
                 scored = scoring.score_answers(
-                    requests, scorer, whole, self.max_length, self._holdback, self.least_prefix, batch
+                    requests, scorer, whole, self.max_length, self._holdback, batch, self._prefixes.of_scored(requests)
                 )
             for index, answer in scored:
                 answers[index] = answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class _Common(NamedTuple):
         return [(depth, joined), *(group for gain, group in zip(gains, self.groups, strict=True) if gain <= 0)]
 
 
-def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
+def group_by_prefix(contexts: Sequence[Tokens], least: int, known: Sequence[int | None] = ()) -> list[Group]:
     """Group contexts by common prefixes, so that few tokens are prefilled, each prefix once.
 
     Contexts are sorted, and the common prefixes of neighbors are the nodes of a tree. From its leaves on, the groups
@@ -72,6 +73,8 @@ def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
     Args:
         contexts: The part of each context that may be in a prefix.
         least: The fewest tokens of a prefix.
+        known: The tokens of the prefix of each context, 0 for none, where they are not to be found; None where they
+            are. By default, all are found.
 
     Returns:
         The groups, in the order of their first members; a context that shares no prefix is in a group of its own.
@@ -80,7 +83,16 @@ def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
         >>> [group.members for group in group_by_prefix([(1, 2, 3), (7, 8), (1, 2, 4), (1, 5)], least=2)]
         [[0, 2], [1], [3]]
     """
-    order = sorted(range(len(contexts)), key=lambda index: contexts[index])
+    given: defaultdict[Tokens, list[int]] = defaultdict(list)
+    found: list[Group] = []
+    for index, (context, size) in enumerate(zip(contexts, known, strict=False)):
+        if size:
+            given[context[:size]].append(index)
+        elif size == 0:
+            found.append(Group((), [index]))
+    found += [Group(prefix, members) for prefix, members in given.items()]
+    settled = {index for group in found for index in group.members}
+    order = sorted(set(range(len(contexts))) - settled, key=lambda index: contexts[index])
     nodes = [_Common(0, [])]
     for place, index in enumerate(order):
         groups: list[tuple[int, list[int]]] = [(0, [place])]
@@ -92,9 +104,10 @@ def group_by_prefix(contexts: Sequence[Tokens], least: int) -> list[Group]:
         if nodes[-1].depth < depth:
             nodes.append(_Common(depth, []))
         nodes[-1].groups.extend(groups)
-    found = [(depth, [order[place] for place in places]) for depth, places in nodes[0].groups]
-    members = [Group(contexts[places[0]][:depth], sorted(places)) for depth, places in found]
-    return sorted(members, key=lambda group: group.members)
+    for depth, places in nodes[0].groups:
+        members = sorted(order[place] for place in places)
+        found.append(Group(contexts[members[0]][:depth], members))
+    return sorted(found, key=lambda group: group.members)
 
 
 def read_least(value: Any) -> int:

@@ -68,7 +68,9 @@ def without_prefixes(groups: TaskGroups) -> list[Sharing]:
     return [Sharing(task, held_back, (), indices) for (task, held_back), indices in groups.items()]
 
 
-def share_prefixes(groups: TaskGroups, prompts: Sequence[Tokens], least: int) -> list[Sharing]:
+def share_prefixes(
+    groups: TaskGroups, prompts: Sequence[Tokens], least: int, known: Sequence[int | None]
+) -> list[Sharing]:
     """Group prompts to generate from by their common prefixes; those that share none stay in their groups.
 
     Questions of different lengths about one text share it: what is compressed of their prompts is the same.
@@ -77,6 +79,7 @@ def share_prefixes(groups: TaskGroups, prompts: Sequence[Tokens], least: int) ->
         groups: The requests by task and by what they hold back.
         prompts: Token ids of the prompt of each request, as the model reads it: what was cut off is not shared.
         least: The fewest tokens of a prefix.
+        known: The tokens that each prompt shared before, 0 for none; None if it is new.
     """
     found: list[Sharing] = []
     # A prompt that is compressed whole shares no more than all of it but a token, which would be less than the others.
@@ -86,8 +89,8 @@ def share_prefixes(groups: TaskGroups, prompts: Sequence[Tokens], least: int) ->
     for (task, _, _), members in kinds.items():
         compressed = [prompts[index][: -max(own.tokens, 1)] for own, index in members]
         alone: TaskGroups = defaultdict(list)
-        for prefix, places in group_by_prefix(compressed, least):
-            if len(places) > 1:
+        for prefix, places in group_by_prefix(compressed, least, [known[index] for _, index in members]):
+            if prefix:
                 most = max(members[place][0] for place in places)
                 found.append(Sharing(task, most, prefix, [members[place][1] for place in places]))
             else:

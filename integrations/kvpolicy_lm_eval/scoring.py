@@ -102,7 +102,9 @@ def reported_lengths(groups: Groups, rolling: bool) -> list[int]:
     return [len(piece.tokens) - 1 for piece in without_prefix] + prefixes
 
 
-def split_behind(groups: Groups, least: int, holdback: int) -> tuple[list[tuple[Tokens, list[Piece]]], Groups]:
+def split_behind(
+    groups: Groups, least: int, holdback: int, known: Sequence[int | None]
+) -> tuple[list[tuple[Tokens, list[Piece]]], Groups]:
     """Split requests by prefixes that their contexts have in common.
 
     At least one token of a context is fed with its answer, as is what is held back.
@@ -111,17 +113,19 @@ def split_behind(groups: Groups, least: int, holdback: int) -> tuple[list[tuple[
         groups: The requests, by the prefixes that would be compressed for each alone.
         least: The fewest tokens of a common prefix.
         holdback: The number of tokens at the end of a context that are fed with the answer.
+        known: The tokens that the context of each request shared before, 0 for none; None if it is new.
 
     Returns:
         Prefixes with the pieces behind them, and the requests that share none.
     """
     every = [(prefix, piece) for prefix, pieces in groups.items() for piece in pieces]
     limits = [max(len(prefix) + min(holdback - 1, 0), 0) for prefix, _ in every]
-    found = group_by_prefix([prefix[:limit] for (prefix, _), limit in zip(every, limits, strict=True)], least)
+    contexts = [prefix[:limit] for (prefix, _), limit in zip(every, limits, strict=True)]
+    found = group_by_prefix(contexts, least, [known[piece.request] for _, piece in every])
     shared: list[tuple[Tokens, list[Piece]]] = []
     alone: Groups = {}
     for common, members in found:
-        if len(members) == 1 or not common:
+        if not common:
             for prefix, piece in (every[member] for member in members):
                 alone.setdefault(prefix, []).append(piece)
             continue
@@ -276,14 +280,28 @@ def score_texts(
                 yield from scorer.stream(some, chunk)
 
 
+class Prefixes(NamedTuple):
+    """The prefixes that contexts share.
+
+    Attributes:
+        least: The fewest tokens of a prefix.
+        known: The tokens that the context of each request shared before, 0 for none; None if it is new.
+        on_found: Is called with the tokens that contexts share, 0 for none, by the indices of their requests.
+    """
+
+    least: int
+    known: Sequence[int | None]
+    on_found: Callable[[dict[int, int]], None]
+
+
 def score_answers(
     requests: Sequence[Request],
     scorer: Scorer,
     whole: Scorer,
     max_length: int,
     holdback: int,
-    least_prefix: int,
     batch: int,
+    prefixes: Prefixes | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Score answers behind their compressed contexts, and those without a context to compress.
 
@@ -293,8 +311,8 @@ def score_answers(
         whole: Scores on caches from which nothing is evicted.
         max_length: The context length of the model.
         holdback: The number of tokens at the end of a context that are fed with the answer.
-        least_prefix: The fewest tokens of a prefix that contexts share; 0 if they share none.
         batch: Rows of a batch.
+        prefixes: Which prefixes contexts share; None if they share none.
 
     Yields:
         The index of each request, and its answer.
@@ -302,8 +320,10 @@ def score_answers(
     for least, groups in by_angles(split(requests, max_length, holdback), scorer.model.config):
         with angles_of(scorer.model, least):
             without_prefix = groups.pop((), [])
-            if least_prefix:
-                shared, groups = split_behind(groups, least_prefix, holdback)
+            if prefixes is not None:
+                shared, groups = split_behind(groups, prefixes.least, holdback, prefixes.known)
+                found = [*shared, ((), [piece for pieces in groups.values() for piece in pieces])]
+                prefixes.on_found({piece.request: len(prefix) for prefix, pieces in found for piece in pieces})
                 for prefix, pieces in shared:
                     yield from scorer.behind(prefix, pieces, batch)
             for some in batches(list(groups), batch):

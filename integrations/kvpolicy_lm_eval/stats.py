@@ -69,15 +69,23 @@ class Stats:
     Attributes:
         tallies: The tally of each task and request type, by `task/type`.
         current: The key of the task and request type in progress.
+        is_told: Whether the results of a run have them: what comes next is another run.
     """
 
     tallies: defaultdict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     current: str = "unknown"
+    is_told: bool = False
 
     @property
     def now(self) -> Tally:
         """The tally of the task and request type in progress."""
         return self.tallies[self.current]
+
+    def begin(self) -> None:
+        """Forget the tallies of a run whose results have them: a model may be evaluated several times."""
+        if self.is_told:
+            self.tallies.clear()
+            self.is_told = False
 
     @contextmanager
     def clock(self, device: torch.device) -> Generator[Tally]:

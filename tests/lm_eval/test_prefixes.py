@@ -101,7 +101,7 @@ def test_requests_are_split_behind_their_common_prefix(holdback: int) -> None:
         (None, [1, 2, 9, 9, 9], [9]),
         (None, [4], [5]),
     ]
-    shared, alone = split_behind(split(requests, max_length=20, holdback=holdback), 2, holdback)
+    shared, alone = split_behind(split(requests, max_length=20, holdback=holdback), 2, holdback, [None] * 4)
     end = 5 - max(holdback, 1)
     pieces = {piece.request: (prefix, piece) for prefix, some in shared for piece in some}
     for number, (prefix, piece) in pieces.items():
