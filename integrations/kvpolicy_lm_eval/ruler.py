@@ -28,6 +28,7 @@ HUB_LENGTHS = (4096, 8192, 16384)
 Source = Literal["auto", "hub", "own"]
 Document = dict[str, Any]
 
+_OWN = 'try source=own in --metadata, as in \'{"source": "own"}\'.'
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -37,9 +38,7 @@ def documents(
     docs: int,
     seed: int,
     source: Source = "auto",
-    tokenizer: Any = None,
-    pretrained: Any = None,
-    gguf_file: str | None = None,
+    **model: Any,
 ) -> list[Document]:
     """The documents of a task.
 
@@ -49,19 +48,16 @@ def documents(
         docs: Number of our own documents; the dataset has 500.
         seed: Source of randomness of our own documents.
         source: `hub` for the dataset, `own` for our own documents, `auto` for the first of them that there is.
-        tokenizer: Name of the tokenizer that sizes our own documents; the model's by default.
-        pretrained: Name of the model; an embedded one by default.
-        gguf_file: File of the tokenizer, if it is in a GGUF file.
+        **model: Arguments of the model, whose tokenizer sizes our own documents; an embedded one by default.
 
     Raises:
-        KVPolicyError: If `source` is unknown, `length` too small, or the dataset has other columns.
-        ConnectionError: If the dataset cannot be reached, with the source `hub`.
+        KVPolicyError: If `source` is unknown, `length` too small, or the dataset has other columns or cannot be read.
     """
     if source not in get_args(Source):
         raise KVPolicyError(f"source must be auto, hub or own, got {source!r}; try auto.")
     if source == "hub" or (source == "auto" and length in HUB_LENGTHS and _reaches_hub(length)):
         return [document for row in _dataset(length) if row["task"] == name for document in [_from_hub(row)]]
-    own = tokenizer_of(tokenizer, pretrained, gguf_file)
+    own = tokenizer_of(model)
     try:
         found = ruler.prompts(name, length, docs, seed, lambda text: len(own(text, verbose=False).input_ids))
     except ValueError as error:
@@ -103,34 +99,33 @@ def _from_hub(row: Mapping[str, Any]) -> Document:
 
 
 def _reaches_hub(length: int) -> bool:
-    try:
-        _dataset(length)
-    except ConnectionError as error:
-        log.warning("RULER: own documents, since the dataset %s cannot be reached: %s", DATASET, error)
-        return False
-    return True
+    found = _try_dataset(length)
+    if isinstance(found, ConnectionError):
+        log.warning("RULER: own documents, since the dataset %s cannot be reached: %s", DATASET, found)
+    return not isinstance(found, ConnectionError)
 
 
 def _dataset(length: int) -> Sequence[Mapping[str, Any]]:
-    """The dataset, or the error of the attempt to load it; the tasks of a group ask for it one after the other."""
+    """The dataset; the tasks of a group ask for it one after the other."""
     found = _try_dataset(length)
-    if isinstance(found, ConnectionError):
-        raise found
+    if isinstance(found, Exception):
+        reason = str(found).partition("\n")[0]
+        raise KVPolicyError(f"The dataset {DATASET} must be readable, got {reason!r}; {_OWN}") from found
     return found
 
 
 @functools.cache
-def _try_dataset(length: int) -> Sequence[Mapping[str, Any]] | ConnectionError:
+def _try_dataset(length: int) -> Sequence[Mapping[str, Any]] | Exception:
+    """The dataset, or the error of the attempt to load it."""
     import datasets
 
     try:
         found: Any = datasets.load_dataset(DATASET, data_dir=str(length), split="test")
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:  # not reached, not there, or no such split
         return error
     lacking = [column for column in COLUMNS if column not in found.column_names]
     if lacking:
         raise KVPolicyError(
-            f"The dataset {DATASET} must have the columns {', '.join(COLUMNS)}, got none named {lacking[0]}; try "
-            'source=own in --metadata, as in \'{"source": "own"}\'.'
+            f"The dataset {DATASET} must have the columns {', '.join(COLUMNS)}, got none named {lacking[0]}; {_OWN}"
         )
     return found

@@ -16,6 +16,7 @@ question of `mf` has its own instruction, where that code repeats the last one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvpolicy.text.common_prefix import common_length
@@ -42,10 +43,9 @@ def documents(
     dataset: str = DATASET,
     chat: bool = False,
     max_length: int | None = None,
-    tokenizer: Any = None,
-    pretrained: Any = None,
-    gguf_file: str | None = None,
     enable_thinking: bool | None = None,
+    chat_template_args: Mapping[str, Any] | None = None,
+    **model: Any,
 ) -> list[Document]:
     """The documents of a task: the turns of each row, one after the other.
 
@@ -56,10 +56,9 @@ def documents(
         dataset: Name of the dataset, or a folder with a copy.
         chat: Whether the turns are messages, in the chat template of the tokenizer.
         max_length: The most tokens of the model, if fewer.
-        tokenizer: Name of the tokenizer; the model's by default.
-        pretrained: Name of the model; an embedded one by default.
-        gguf_file: File of the tokenizer, if it is in a GGUF file.
         enable_thinking: Passed on to the chat template, unless it is None.
+        chat_template_args: Passed on to the chat template, too.
+        **model: Arguments of the model, which say which tokenizer it has; an embedded one by default.
 
     Raises:
         KVPolicyError: If the mode is unknown, the dataset cannot be read or has other columns, or the tokenizer has no
@@ -70,7 +69,9 @@ def documents(
     known = SUBSETS[subset]
     rows = _rows(dataset, subset)
     room = min(length, max_length or length)
-    prompts = _Prompts(mode, tokenizer_of(tokenizer, pretrained, gguf_file), chat, enable_thinking)
+    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    prompts = _Prompts(mode, tokenizer_of(model), chat, {**(chat_template_args or {}), **thinking})
+    turns = max(len(row["multi_turns"][:MAX_TURNS]) for row in rows)
     return [
         {
             "prompt": prompt,
@@ -78,6 +79,7 @@ def documents(
             "beyond": True,
             "answers": answers_of(turn),
             "turn": number,
+            "turns": turns,
             "subset": subset,
         }
         for row in rows
@@ -86,12 +88,12 @@ def documents(
 
 
 def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | None]:
-    """The score of an answer, also under the number of its turn; None under those of other turns.
+    """The score of an answer, also under the number of its turn; None under those of other turns of the subset.
 
     Processes that share the documents need the same metrics of each.
     """
     value = SCORES[document["subset"]](results[0], document["answers"])
-    turns = range(1, MAX_TURNS + 1)
+    turns = range(1, document["turns"] + 1)
     return {"score": value} | {f"turn_{turn}": value if turn == document["turn"] else None for turn in turns}
 
 
@@ -108,17 +110,21 @@ class _Prompts:
         mode: What of a prompt is compressed.
         tokenizer: Of the model.
         chat: Whether to apply its chat template.
-        enable_thinking: For the chat template.
+        options: For the chat template.
     """
 
-    def __init__(self, mode: Mode, tokenizer: Any, chat: bool, enable_thinking: bool | None) -> None:
+    def __init__(self, mode: Mode, tokenizer: Any, chat: bool, options: Mapping[str, Any]) -> None:
         if chat and not getattr(tokenizer, "chat_template", None):
-            raise KVPolicyError("chat must be false for a tokenizer without a chat template, got true; try false.")
+            name = Path(getattr(tokenizer, "name_or_path", "")).name
+            raise KVPolicyError(
+                f"chat must be false for a tokenizer without a chat template, got true with the tokenizer {name!r}; "
+                'try false, or name the tokenizer of the model, as in --metadata \'{"tokenizer": "NAME"}\'.'
+            )
         self._of_mode = self._requests if mode == "multi_request" else self._conversation
         self._margin = _REQUEST_MARGIN if mode == "multi_request" else 0
         self._tokenizer = tokenizer
         self._chat = chat
-        self._options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._options = dict(options)
 
     def of_row(self, subset: Subset, row: Mapping[str, Any], room: int) -> list[tuple[Mapping[str, Any], str, str]]:
         """Each turn of a row with its prompt, and with the end of the prompt that is fed later."""
@@ -200,7 +206,9 @@ def _rows(dataset: str, subset: str) -> Sequence[Mapping[str, Any]]:
 
     name = f"scbench_{subset}"
     try:
-        found: Any = datasets.load_dataset(dataset, name, split="test")
+        # The cache of datasets tells folders apart by their names alone: another copy would have the rows of the first.
+        found: Any = datasets.load_dataset(dataset, name, split="test", streaming=Path(dataset).is_dir())
+        rows = [*found]
     except (OSError, ValueError) as error:  # not reached, not there, or no such subset or split
         reason = str(error).partition("\n")[0]
         raise KVPolicyError(
@@ -208,12 +216,12 @@ def _rows(dataset: str, subset: str) -> Sequence[Mapping[str, Any]]:
             'copy of it, as in --metadata \'{"dataset": "SCBench"}\'.'
         ) from error
     known = SUBSETS[subset]
-    lacking = [column for column in known.columns if column not in found.column_names]
+    lacking = [column for column in known.columns if not rows or column not in rows[0]]
     if not lacking:
-        lacking = [key for turn in found[0]["multi_turns"] for key in known.turn if key not in turn]
+        lacking = [key for turn in rows[0]["multi_turns"] for key in known.turn if key not in turn]
     if lacking:
         raise KVPolicyError(
             f"The subset {name} must have the columns {', '.join(known.columns)}, with {', '.join(known.turn)} of each "
             f"turn, got none named {lacking[0]}; try a folder with a copy that has them."
         )
-    return found
+    return rows

@@ -196,15 +196,26 @@ def test_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fail(name: str, **_: Any) -> None:
         calls.append(name)
-        raise ConnectionError("no route")
+        raise ConnectionError("no route\nto the host")
 
     monkeypatch.setattr("datasets.load_dataset", fail)
     assert {each["source"] for task in ("vt", "qa_1") for each in ruler.documents(task, 4096, 1, 0)} == {"own"}
-    with pytest.raises(ConnectionError, match="no route"):
+    with pytest.raises(KVPolicyError, match=r"ruler must be readable, got 'no route'; try source=own in --metadata"):
         ruler.documents("vt", 4096, 1, 0, source="hub")
     assert len(calls) == 1, "each attempt takes half a minute"
     with pytest.raises(KVPolicyError, match=r"source must be auto, hub or own, got 'web'; try auto\."):
         ruler.documents("vt", 4096, 1, 0, source="web")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_dataset_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if the Hub cannot be reached, own documents take its place."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("Dataset 'ruler' doesn't exist on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(KVPolicyError, match=r"must be readable, got \"Dataset 'ruler' doesn't exist on the Hub\"; try"):
+        ruler.documents("vt", 4096, 1, 0)
 
 
 def test_prompts_are_sized_by_the_tokenizer_of_the_model(tiny) -> None:

@@ -105,7 +105,8 @@ def features(recorded: Any) -> Any:
 def stub(rows: dict[str, list[dict[str, Any]]]) -> Any:
     """The dataset on the Hub, with what is recorded of its columns."""
 
-    def load(path: str, name: str, split: str) -> Dataset:
+    def load(path: str, name: str, split: str, streaming: bool) -> Dataset:
+        assert not streaming
         recorded = SCHEMA[path][name][split]
         filled = [dict.fromkeys(recorded) | row for row in rows[name.removeprefix("scbench_")]]
         return Dataset.from_list(filled, features=Features(features(recorded)))
@@ -204,7 +205,10 @@ def test_no_more_than_five_turns_are_asked(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "message"),
     [
         ({"mode": "after"}, r"mode must be multi_request or multi_turn, got 'after'; try multi_turn\."),
-        ({"chat": True}, "chat must be false for a tokenizer without a chat template, got true"),
+        (
+            {"chat": True, "pretrained": "tiny-4k"},
+            r"chat must be false for .* without a chat template, got true with the tokenizer 'tiny-4k'; try .*}'\.",
+        ),
         ({"length": 1300}, r"length must be more than the turns of a row .* take, got 1300; try 2600\."),
     ],
 )
@@ -214,13 +218,15 @@ def test_errors_are_said(arguments: dict[str, Any], message: str) -> None:
         scbench.documents(**given | arguments)
 
 
-@pytest.mark.parametrize("change", ["unreachable", "moved", "column", "key"])
+@pytest.mark.parametrize("change", ["unreachable", "moved", "column", "key", "empty"])
 def test_a_change_of_the_dataset_is_said(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> Dataset:
         if change == "unreachable":
             raise ConnectionError("no route\nto the host")
         if change == "moved":
             raise ValueError("BuilderConfig 'scbench_kv' not found.")
+        if change == "empty":
+            return Dataset.from_list([])
         if change == "column":
             return Dataset.from_list([{"text": "c", "multi_turns": [turn("q", "a")]}])
         return Dataset.from_list([{"context": "c", "multi_turns": [{"question": "q", "answer": "a"}]}])
@@ -230,6 +236,7 @@ def test_a_change_of_the_dataset_is_said(change: str, monkeypatch: pytest.Monkey
         "moved": r"got \"BuilderConfig 'scbench_kv' not found\.\"",
         "column": "columns context, multi_turns, .* got none named context",
         "key": "input, answer of each turn, got none named input",
+        "empty": "columns context, multi_turns, .* got none named context",
     }
     monkeypatch.setattr("datasets.load_dataset", load)
     with pytest.raises(KVPolicyError, match=message[change]):
@@ -290,8 +297,57 @@ def test_the_group_has_both_modes_of_all_subsets() -> None:
         second = task.instances[1].doc
         right = second["answers"][-1]
         scores = task.process_results(second, [right])
-        assert scores["score"] == scores["turn_2"] == 1 and scores["turn_1"] is None
+        assert scores == {"score": 1, "turn_1": None, "turn_2": 1}
         assert task.doc_to_target(second).endswith(right)
+
+
+def test_a_turn_that_a_limit_leaves_out_has_no_number() -> None:
+    assert math.isnan(scbench.mean_of_turn([None, None])) and scbench.mean_of_turn([None, 1.0, 0.5]) == 0.75
+
+
+def copy_of(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """A folder with a copy of the subset `kv`."""
+    (folder / "SCBench").mkdir(parents=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "SCBench/kv.jsonl").write_text(lines, encoding="utf-8")
+    files = "data_files:\n  - split: test\n    path: kv.jsonl"
+    card = f"---\nconfigs:\n- config_name: scbench_kv\n  {files}\n---\n"
+    (folder / "SCBench/README.md").write_text(card, encoding="utf-8")
+    return str(folder / "SCBench")
+
+
+def test_another_folder_of_the_same_name_has_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for number, answer in enumerate(("first", "second")):
+        folder = copy_of(tmp_path / answer, [{"context": "c", "multi_turns": [turn("q", answer)] * (number + 1)}])
+        found = scbench.documents("kv", "multi_request", 5000, dataset=folder)
+        assert [(one["answers"], one["turns"]) for one in found] == [([answer], number + 1)] * (number + 1)
+    with pytest.raises(KVPolicyError, match="must have the subset scbench_mf with a split test"):
+        scbench.documents("mf", "multi_request", 5000, dataset=str(tmp_path / "first/SCBench"))
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("given", ["tokenizer", "pretrained", "name"])
+def test_the_tokenizer_and_its_template_are_those_of_the_model(given: str, tiny: Any, tmp_path: Path) -> None:
+    """Objects, names and `chat_template_args`, as in lm-eval's model `hf`."""
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = "{% if thinks %}<think>{% endif %}{% if enable_thinking %}!{% endif %}" + CHAT
+    tokenizer.save_pretrained(tmp_path)
+    model = type("Model", (), {"name_or_path": str(tmp_path)})()
+    options: dict[str, Any] = {
+        "tokenizer": {"tokenizer": tokenizer, "pretrained": "tiny"},
+        "pretrained": {"pretrained": model},
+        "name": {
+            "pretrained": str(tmp_path),
+            "revision": "main",
+            "trust_remote_code": True,
+            "use_fast_tokenizer": True,
+        },
+    }[given]
+    found = scbench.documents(
+        "kv", "multi_turn", 5000, chat=True, enable_thinking=True, chat_template_args={"thinks": 1}, **options
+    )
+    assert [one["prompt"].startswith("<think>!<user>") for one in found] == [True, True]
 
 
 def test_four_documents(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +363,7 @@ def test_four_documents(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in names:
         result = found["results"][name]
         assert result["score,none"] == pytest.approx((result["turn_1,none"] + result["turn_2,none"]) / 2)
-        assert math.isnan(result["turn_3,none"])
+        assert "turn_3,none" not in result, "no row of the subset has a third turn"
         counts = [held_tokens(lm, sample["doc"]) for sample in found["samples"][name]]
         cost = found["config"]["kvpolicy"]["tasks"][f"{name}/generate_until"]
         assert cost["requests"] == len(counts) == 4

@@ -263,12 +263,14 @@ def versions() -> dict[str, str]:
 
 
 def _task_metadata(metadata: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata for tasks: the config's, and the model's tokenizer unless the config names one."""
+    """Metadata for tasks: the config's, and the model's arguments, as under `lm_eval`.
+
+    The tokenizer is the model's unless the config names one.
+    """
     names = ("tokenizer", "pretrained")
     if any(name in metadata for name in names):
-        return dict(metadata)
-    of_model = {name: model[name] for name in names if name in model}
-    return {"pretrained": str(EMBEDDED_PATH), **of_model, **metadata}
+        return {name: value for name, value in model.items() if name not in names} | dict(metadata)
+    return {"pretrained": str(EMBEDDED_PATH), **model, **metadata}
 
 
 def _drop_unmeasured_lengths(results: Mapping[str, dict[str, Any]]) -> None:

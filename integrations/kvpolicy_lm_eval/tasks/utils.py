@@ -22,6 +22,7 @@ from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.data import steps as derivations
 from kvpolicy_lm_eval.data.modes import place
 from kvpolicy_lm_eval.data.text import held_out
+from kvpolicy_lm_eval.task_tokenizer import OF_TOKENIZER
 
 Splits = dict[str, Dataset]
 
@@ -106,7 +107,7 @@ def right_steps(document: Mapping[str, Any], results: Sequence[str]) -> dict[str
     return {"right_steps": derivations.right_steps(document["lines"], results[0])}
 
 
-_OF_RULER = ("source", "tokenizer", "pretrained", "gguf_file")
+_OF_RULER = ("source", *OF_TOKENIZER)
 """Arguments of the model that the size of a prompt depends on, and where the documents come from."""
 
 
@@ -126,7 +127,7 @@ def string_match_any(document: Mapping[str, Any], results: Sequence[str]) -> dic
     return leaderboard.score_any(document, results)
 
 
-_OF_SCBENCH = ("dataset", "chat", "max_length", "enable_thinking", *_OF_RULER[1:])
+_OF_SCBENCH = ("dataset", "chat", "max_length", "enable_thinking", "chat_template_args", *OF_TOKENIZER)
 """Arguments of the model that a prompt depends on, and which dataset it comes from."""
 
 

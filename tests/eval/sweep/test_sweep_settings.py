@@ -100,6 +100,17 @@ def test_tasks_get_the_tokenizer_of_each_model() -> None:
     assert given.tasks("a").metadata == {"tokenizer": "x/mine"}
 
 
+def test_tasks_get_what_prompts_depend_on() -> None:
+    """As under `lm_eval`, such as the longest prompt of SCBench."""
+    models = [{"name": "a", "pretrained": "x/a", "max_length": 4096, "enable_thinking": False}]
+    content = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
+    for metadata, want in (({}, {"pretrained": "x/a"}), ({"tokenizer": "x/t"}, {"tokenizer": "x/t"})):
+        ours = evaluate.Evaluator(config.read(content | {"metadata": metadata}, "x"))
+        assert ours.tasks("a").metadata == {"max_length": 4096, "enable_thinking": False, **want}
+    own = evaluate.Evaluator(config.read(content | {"metadata": {"max_length": 64}}, "x"))
+    assert own.tasks("a").metadata["max_length"] == 64
+
+
 @pytest.mark.parametrize("name", ["papers-ruler", "papers-ruler-16k"])
 def test_ruler_is_limited_within_one_length(name: str) -> None:
     """Its lengths follow each other, so that a limit would leave out all but the first."""
