@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvpolicy.cli.formatting import counted, size, terms, width
 from kvpolicy.reporting.detokenizer import Detokenizer, text_behind
+from kvpolicy.text.limits import LEAST_TEMPERATURE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +23,7 @@ class GenerationOptions:
 
     Attributes:
         new: The maximum number of new tokens.
-        temperature: The sampling temperature; 0 for greedy decoding.
+        temperature: The sampling temperature; below `LEAST_TEMPERATURE` for greedy decoding.
         seed: The random seed.
         tile: The most tokens of the prompt that a layer takes at a time, `auto`, or None.
         hold: How a prompt is held that waits, as `hold` of `attach`.
@@ -36,13 +37,18 @@ class GenerationOptions:
     hold: Literal["plain", "codes"] = "plain"
     compile: bool | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the most probable one."""
+        return self.temperature < LEAST_TEMPERATURE
+
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keyword arguments of `model.generate`."""
         arguments: dict[str, Any] = {"max_new_tokens": self.new, "num_beams": 1}
         pad_token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if pad_token is not None:
             arguments["pad_token_id"] = pad_token
-        if self.temperature > 0:
+        if not self.is_greedy:
             return arguments | {"do_sample": True, "temperature": self.temperature}
         # None overrides the sampling parameters of the checkpoint's generation config, which would cause a warning.
         return arguments | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -413,7 +419,7 @@ def speculate_text(
         max_new_tokens=options.new,
         gamma=gamma,
         eos_token_id=_known(tokenizer.eos_token_id if end is None else end, model),
-        temperature=options.temperature,
+        temperature=0.0 if options.is_greedy else options.temperature,
         seed=options.seed,
         return_stats=True,
     )

@@ -142,6 +142,7 @@ def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, A
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvpolicy.hf.embedded import checkpoint_of
+    from kvpolicy.hf.meta_model import MALFORMED
 
     where, options = checkpoint_of(name)
     how: dict[str, Any] = {"trust_remote_code": False, **options}
@@ -151,7 +152,7 @@ def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, A
         tokenizer: Any = AutoTokenizer.from_pretrained(where, **how) if text else None
         loading = "model"
         model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **how, **share)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (OSError, SafetensorError, *MALFORMED) as error:
         # Of a RuntimeError, tensors of other sizes than the config says, and a file of PyTorch that is cut off.
         if is_out_of_memory(error):
             raise
@@ -189,7 +190,7 @@ def _shorten(error: BaseException) -> str:
 def _move(model: Any, device: str) -> Any:
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of them
+    except (RuntimeError, AssertionError, ImportError) as error:  # PyTorch raises any of them
         reason = str(error).strip().splitlines()[0]
         raise KVPolicyError(f"The device {device!r} cannot be used ({reason}); try cpu.") from error
 
@@ -254,7 +255,7 @@ def _read_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise KVPolicyError(f"The file {path} cannot be read ({reason_of(error)}); try a text file.") from error
+        raise KVPolicyError(f"The file {path!r} cannot be read ({reason_of(error)}); try a text file.") from error
 
 
 def _standard_input() -> str:

@@ -176,8 +176,12 @@ class Attachment:
         """Rotary embedding of each layer; empty unless the policy undoes it."""
         return self.rotations if self.policy.undoes_rotation else {}
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: Policy, *, waits: bool = True) -> None:
         """Refuse a cache's policy that needs hooks which this attachment does not have.
+
+        Args:
+            policy: The policy.
+            waits: Whether prompts under it are held in its codes.
 
         Raises:
             KVPolicyError: Naming the part of the policy.
@@ -185,7 +189,8 @@ class Attachment:
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
         check_projections(policy, self.projections)
         check_replayed_ids(policy, self.vocabulary)
-        check_held_codes(self.hold, policy, self.model_shape.shape)
+        if waits:
+            check_held_codes(self.hold, policy, self.model_shape.shape)
         if policy.layer_metric == "cosine" != self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "

@@ -21,6 +21,7 @@ from kvpolicy.hf.attachment import Attachment
 from kvpolicy.hf.cache_file import CacheFile, check_content
 from kvpolicy.hf.discovery import Site, Sites, find_sites
 from kvpolicy.hf.layer import make_store
+from kvpolicy.hf.meta_model import meta_model
 from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.rotary_lookup import first_not_undone, is_rotary, ropes_of
 from kvpolicy.kernels.rotary import Rope
@@ -77,9 +78,8 @@ def skeleton(config: Any) -> Skeleton:
             "A model must cache keys and values for its saved caches to be loaded as such, got "
             f"{config.get_text_config(decoder=True).model_type} with latent attention (MLA); try it in transformers."
         )
-    # Not only meta as the default device: an engine may have set another dtype for its own weights.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    # An engine may have set another default dtype for its own weights.
+    model: Any = meta_model(AutoModelForCausalLM, copy.deepcopy(config), dtype=torch.float32)
     sites = find_sites(model)
     tables = next((name for name, part in sites.decoder.named_children() if is_rotary(part)), None)
     if tables is not None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kvpolicy.hf.meta_model import MALFORMED
 from kvpolicy.registry import suggest
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.embedded_names import EMBEDDED, EmbeddedName
@@ -254,7 +255,7 @@ def config_of(name: str) -> Any:
         if not found.options and not Path(name).exists():
             _ask_hub(name)
         return AutoConfig.from_pretrained(found.name, trust_remote_code=False, **found.options)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, StrictDataclassError, *MALFORMED) as error:
         reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise KVPolicyError(
             f"The config must be a model that ships, a folder, a config.json or a name on the Hub, got {name} "

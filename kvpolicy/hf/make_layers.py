@@ -18,6 +18,7 @@ from kvpolicy.hf.model_spec import LayerStates
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.hf.states import SlotsAndState, StateLayer, WindowAndState
 from kvpolicy.policy import Policy
+from kvpolicy.protocols.codec import fits_pages
 
 
 def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
@@ -50,7 +51,7 @@ def make_layers(attachment: Attachment, policy: Policy) -> list[Any]:
             board,
             groups.get(index),
             is_read=index in last,
-            holds_codes=attachment.hold == CODES,
+            holds_codes=attachment.hold == CODES and fits_pages(own.codec),
         )
 
     return [made(index) for index in range(shape.depth)]

@@ -383,5 +383,5 @@ def plan(
         planned,
         note="; ".join(filter(None, (planned.note, beyond))),
         tp=tp,
-        weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
+        weights=None if backend is None else weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype),
     )

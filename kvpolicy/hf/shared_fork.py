@@ -90,7 +90,7 @@ def own_policy(cache: CacheForward, own: Policy | str | None) -> Policy:
     attachment = cache.attachment
     wanted = resolve_for(Policy.of(OWN if own is None else own), attachment.model_shape, attachment.info)
     check_own(wanted)
-    attachment.check(wanted)
+    attachment.check(wanted, waits=False)  # no token behind a prefix is ranked, so that few ever wait
     return wanted
 
 

@@ -258,7 +258,9 @@ class _Run:
         """The distribution of the next token, [V] fp64 on the host; empty in greedy decoding."""
         if not self._temperature:
             return logits.new_empty(0)
-        return (logits.double() / self._temperature).softmax(-1).cpu()
+        # Below the largest logit, since a tiny temperature would make infinite ones of those above 0.
+        behind = logits.double() - logits.max()
+        return (behind / self._temperature).softmax(-1).cpu()
 
     def _draw(self, weights: Tensor) -> int:
         # A draft is rejected only where the full cache wants it less, so that it wants another one more.

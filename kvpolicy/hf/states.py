@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 
 from kvpolicy.hf.cache_names import NAMES
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.meta_model import meta_model
 from kvpolicy.text.errors import KVPolicyError
 
 _KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
@@ -239,7 +240,7 @@ def state_nbytes(config: Any, dtype: torch.dtype) -> dict[int, int]:
 
 def _measured(config: Any, dtype: torch.dtype) -> dict[int, int]:
     with torch.device("meta"), torch.no_grad():
-        model = AutoModel.from_config(config, dtype=dtype).eval()
+        model = meta_model(AutoModel, config, dtype=dtype).eval()
         cache = DynamicCache(config=config)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):

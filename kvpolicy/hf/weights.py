@@ -12,6 +12,7 @@ from torch import nn
 
 from kvpolicy.hf.division import Divided, divided
 from kvpolicy.hf.embedded import ShippedConfig, ShippedModel, as_config
+from kvpolicy.hf.meta_model import meta_model
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.runtime import Weights
 from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family, check_heads, slots
@@ -144,14 +145,7 @@ def _skeleton(config: Any) -> Any:
         return ShippedModel(config)
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError as error:
-        raise KVPolicyError(
-            f"The config must be of a causal language model of transformers for its weights to be counted, got "
-            f"{config.model_type}."
-        ) from error
+    return meta_model(AutoModelForCausalLM, config, trust_remote_code=False)
 
 
 def _whole(model: nn.Module, tp: int) -> Iterator[Held]:

@@ -81,6 +81,26 @@ class Prefix:
         )
 
 
+def check_room(prefix: Prefix, positions: int | None, length: int | None) -> None:
+    """Refuse a prefix behind which no prompt and no answer has room: every request would be refused.
+
+    Args:
+        prefix: The prefix.
+        positions: The positions of the model; None without a limit.
+        length: The tokens for which a row has room; None without a limit.
+
+    Raises:
+        KVPolicyError: If there is no room for a token of a question and one of an answer.
+    """
+    limit = min((each for each in (positions, length) if each is not None), default=None)
+    if limit is not None and len(prefix.ids) + 2 > limit:
+        what = "positions" if limit == positions else "tokens, see --length"
+        raise KVPolicyError(
+            f"The cache of --prefix must leave room for a question and an answer in {limit:,} {what}, got "
+            f"{len(prefix.ids):,} tokens; try {'a shorter text' if limit == positions else 'a larger one'}."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixFile:
     """A file of a cache, checked as far as its header tells, before the model is loaded.

@@ -16,6 +16,7 @@ from kvpolicy.serving.handlers import RESERVED
 from kvpolicy.serving.sampling import Sampling
 from kvpolicy.serving.templates import as_list, brief, kind, parse_message
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import LEAST_TEMPERATURE
 
 IGNORED = {  # docs/guide/serving.md lists them
     "metadata",
@@ -39,9 +40,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
 }
 """Fields that are not supported, with the values that mean the same as leaving them out."""
-
-LEAST_TEMPERATURE = 1e-5
-"""A temperature below it is greedy decoding: logits that are divided by less may be infinite."""
 
 MOST_STOPS = 16
 """The most stop strings of a request; the OpenAI API has 4."""

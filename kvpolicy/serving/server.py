@@ -28,7 +28,7 @@ from kvpolicy.serving.forwards import Prompts, make_forwards, pause_between_tile
 from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.prefix import Prefix, check_together
+from kvpolicy.serving.prefix import Prefix, check_room, check_together
 from kvpolicy.serving.requests import body_limit, positions_of
 from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
@@ -190,6 +190,8 @@ def serving(
         check_together(
             prefix=prefix is not None, shared=shared, caching=prefix_memory > 0, rows=rows, codes=hold == "codes"
         )
+        if prefix is not None:
+            check_room(prefix, positions_of(model), length)
         own = make_forwards(Prompts(model, handle, metrics, prefix, prefix_memory), rows, length)
         leading = None if channel is None else Leading(own, channel)
         forwards = leading or own

@@ -13,3 +13,6 @@ MAX_BYTES = 2**60
 
 LEAST_TOKENS = 1024
 """The least number of tokens that servers and `kvpolicy generate` give a budget that is a fraction without one."""
+
+LEAST_TEMPERATURE = 1e-5
+"""Servers and `kvpolicy generate` decode greedily below it: logits that are divided by less may be infinite."""

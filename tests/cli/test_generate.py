@@ -174,6 +174,15 @@ def test_a_seed_makes_sampling_repeatable(facts: Facts) -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
+@pytest.mark.parametrize("more", [[], ["--speculate", POLICY]])
+def test_a_tiny_temperature_is_greedy(
+    more: list[str], tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logits that are divided by it would be infinite."""
+    words = [PROMPT, *(more or ["--policy", "full"]), "--new", "6", "--temperature", "1e-320"]
+    assert generate(words, capsys)[0] == wanted(tiny, PROMPT, "full", 6)[0] + "\n"
+
+
 def test_a_folder_and_its_chat_template(
     tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +246,8 @@ def test_interrupted(
         ("a --model FOLDER/mute", "The tokenizer of the model"),
         (f"a --seed {2**64}", "--seed"),
         ("a --file FOLDER/text", "must be given once, got both an argument and --file"),
-        ("--file FOLDER/text", "text cannot be read (no such file or directory)"),
+        ("--file FOLDER/text", "text' cannot be read (no such file or directory)"),
+        ("--file=", "The file '' cannot be read"),
         ("--file FOLDER", "cannot be read"),
         ("--file FOLDER/latin", "latin must be UTF-8, got an invalid byte at position 3"),
         ("--file FOLDER/empty", "must contain text, got an empty one"),
@@ -250,6 +260,8 @@ def test_interrupted(
         ("\udcff\udcfea", "text of the argument must be UTF-8, got an invalid character at position 0"),
         ("a --temperature -1", "temperature"),
         ("a --temperature inf", "--temperature must be finite, got inf"),
+        ("a --device hpu", "The device 'hpu' cannot be used ("),
+        ("a --model FOLDER/heads", "cannot be loaded"),
         ("a --new 0", "--new"),
     ],
 )
@@ -262,6 +274,10 @@ def test_error_messages(
     if line.endswith("t5"):
         T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
         tiny[1].save_pretrained(tmp_path / "t5")
+    if line.endswith("heads"):
+        (tmp_path / "heads").mkdir()
+        (tmp_path / "heads" / "config.json").write_text('{"model_type": "llama", "num_key_value_heads": 0}')
+        tiny[1].save_pretrained(tmp_path / "heads")
     if line.endswith("mute"):
         tiny[0].config.save_pretrained(tmp_path / "mute")
     assert message in run(f"generate {line.replace('FOLDER', str(tmp_path))}", 2)

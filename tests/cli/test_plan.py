@@ -176,6 +176,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("llama-3.1-8", "did you mean 'llama-3.1-8b'?"),
         ("snapkv@0.2", "MODEL must be a model, got the policy 'snapkv@0.2'; try kvpolicy plan MODEL snapkv@0.2."),
         ("llama-3-70b full --backend nccl", "deepspeed or hf, got 'nccl'"),
+        ("llama-3-70b full --backend=", "deepspeed or hf, got ''"),
         (
             "llama-3-70b full --backend hf --tp 16",
             "tp must divide the 8 KV heads with backend='hf', got 16; try backend='deepspeed'",
@@ -187,6 +188,15 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("FOLDER/vit.json full", "for its weights to be counted, got vit"),
         ("FOLDER/odd.json full", "not a multiple"),
         ("FOLDER/bad.json full", "not a valid JSON"),
+        ("FOLDER/heads.json full", "a config.json or a name on the Hub, got"),
+        (
+            "FOLDER/groups.json full",
+            "of which transformers makes a model, got one of llama with an error (ZeroDivision",
+        ),
+        (
+            "FOLDER/act.json full",
+            "got one of llama with an error (KeyError: 'nope'); try the config.json of the model.",
+        ),
     ],
 )
 def test_error_messages(
@@ -197,6 +207,9 @@ def test_error_messages(
     (tmp_path / "vit.json").write_text('{"model_type": "vit"}')
     (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}')
     (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "heads.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    (tmp_path / "groups.json").write_text('{"model_type": "llama", "num_key_value_heads": 0}')
+    (tmp_path / "act.json").write_text('{"model_type": "llama", "hidden_act": "nope"}')
     assert main(["plan", *line.replace("FOLDER", str(tmp_path)).split()]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("kvpolicy: ") and message in error

@@ -62,6 +62,20 @@ def reading(lengths: list[int], policy: str = "snapkv:window=4@0.5", family: str
         yield model, read_text(model, ids), ids, mask
 
 
+@pytest.mark.parametrize("own", ["full", "window@4", "full+tokenwise"])
+@pytest.mark.parametrize("chunks", ["select", "hold"])
+def test_prompts_that_wait_in_codes_do_not_wait_behind_a_prefix(own: str, chunks: Any) -> None:
+    """Whose tokens need not be in codes, whatever those of the prefix are in."""
+    model = build("llama")
+    ids, mask = conversation([6, 4, 5])
+    found: list[list[Tensor]] = []
+    for hold in ("plain", "codes"):
+        with kvpolicy.attach(model, "full+tokenwise", chunks=chunks, hold=hold):
+            cache = read_text(model, ids).fork([0] * ROWS, shared=True, own=own)
+            found.append(go_on(model, cache, ids, mask))
+    assert all(map(torch.equal, *found))
+
+
 def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, turns: list[int] = TURNS) -> list[Tensor]:
     """Logits of the turns behind the text."""
     start = turns[0]

@@ -209,6 +209,14 @@ def test_sampling_runs_on_a_model_and_repeats_with_its_seed() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_the_least_temperature_draws_the_most_probable_tokens() -> None:
+    """Logits that are divided by it are infinite."""
+    model = build("llama")
+    options: dict[str, Any] = {"max_new_tokens": 6}
+    cold = kvpolicy.speculate(model, "h2o@0.5", prompt(0, 48), temperature=5e-324, **options)
+    assert cold.tolist() == kvpolicy.speculate(model, "h2o@0.5", prompt(0, 48), **options).tolist()
+
+
 def test_a_rejected_draft_is_not_left_in_either_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hold the text but its last token, or the last two where the drafts were all accepted."""
     from kvpolicy.hf import speculation

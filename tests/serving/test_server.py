@@ -23,6 +23,7 @@ import torch
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
+from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import bind, listen, serving
 from kvpolicy.serving.templates import adapt_tokenizer
@@ -292,6 +293,14 @@ def test_files_that_are_no_prefix_are_refused_at_the_start(tmp_path: Path, capsy
     ):
         assert main(["serve", "tiny", policy, "--port", "0", "--prefix", str(file)]) == 2
         assert message in capsys.readouterr().err
+    load = PrefixFile(path, kvpolicy.Policy.parse(POLICY)).load
+    with (
+        pytest.raises(
+            kvpolicy.KVPolicyError, match="room for a question and an answer in 38 tokens, see --length, got 37"
+        ),
+        running((model, tokenizer), load, capacity=Capacity(length=38)),
+    ):
+        pass
     policy = "full+quest:page=4:read=8"
     save((model, tokenizer), TEXT, policy, quest)
     file = PrefixFile(quest, kvpolicy.Policy.parse(policy), shared=True)
