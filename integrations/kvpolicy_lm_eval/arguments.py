@@ -16,6 +16,7 @@ from kvpolicy import Policy
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.text.budget import Budget
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
+from kvpolicy_lm_eval.generating import NEW_TOKENS
 
 Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
@@ -142,10 +143,23 @@ def loading_error(error: Exception, pretrained: Any, others: Mapping[str, Any]) 
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found is None or found[1] not in others:
         return None
-    advice = "options of a method belong to the policy, as in policy=snapkv:window=32"
-    if found[1] == "compression_ratio":
-        advice = "try budget=0.2, the fraction that is kept"
-    return KVPolicyError(f"The arguments must be those of the models kvpolicy and hf, got {found[1]!r}; {advice}.")
+    return KVPolicyError(
+        f"The arguments must be those of the models kvpolicy and hf, got {found[1]!r}; {_place_of(found[1])}."
+    )
+
+
+def _place_of(name: str) -> str:
+    """Where an argument belongs that the model does not have."""
+    from lm_eval.evaluator import simple_evaluate
+    from transformers import GenerationConfig
+
+    if name == "compression_ratio":
+        return "try budget=0.2, the fraction that is kept"
+    if name in (*inspect.signature(simple_evaluate).parameters, "seed", "output_path"):
+        return f"try the option --{name} of lm_eval"
+    if name in NEW_TOKENS or hasattr(GenerationConfig(), name):
+        return f"try --gen_kwargs {name}=VALUE"
+    return "options of a method belong to the policy, as in policy=snapkv:window=32"
 
 
 def read_policy(policy: str | Policy | None, budget: Budget | None) -> Policy:

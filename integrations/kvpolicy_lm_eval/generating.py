@@ -34,6 +34,18 @@ def new_tokens_of(options: Mapping[str, Any], default: int) -> int:
     return int(next((options[name] for name in NEW_TOKENS if options.get(name) is not None), default))
 
 
+def end_of_answers(model: Any, columns: int, end: int) -> int:
+    """Where `generate` ends answers: `max_new_tokens` of the model's generation config counts more than HFLM's length.
+
+    Args:
+        model: A causal language model.
+        columns: Columns of the prompts.
+        end: Columns of the prompts and of the longest answer, as HFLM passes them on.
+    """
+    most = getattr(getattr(model, "generation_config", None), "max_new_tokens", None)
+    return end if most is None else columns + most
+
+
 class Batch(NamedTuple):
     """Prompts that are answered at a time.
 

@@ -36,7 +36,7 @@ from kvpolicy_lm_eval.arguments import (
 )
 from kvpolicy_lm_eval.auto_batch import AutoBatch
 from kvpolicy_lm_eval.fingerprint import describe_others, fingerprint_of
-from kvpolicy_lm_eval.generating import Batch, Completer, new_tokens_of
+from kvpolicy_lm_eval.generating import Batch, Completer, end_of_answers, new_tokens_of
 from kvpolicy_lm_eval.held_back import NOTHING_HELD
 from kvpolicy_lm_eval.prefix_search import PrefixSearch
 from kvpolicy_lm_eval.prefixes import SharedText, Tokens, check_processes, read_least
@@ -438,6 +438,7 @@ class KVPolicyLM(HFLM):
     # Generation
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        max_length = end_of_answers(self.model, context.shape[1], max_length)
         if self._rows:
             return self._generate_in_rows(context, max_length, stop, kwargs["attention_mask"])
         mask = kwargs.get("attention_mask")

@@ -301,6 +301,10 @@ def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
         ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0; try leaving it out."),
         ({"window": 16}, "got 'window'; options of a method belong to the policy, as in policy=snapkv:window=32."),
         ({"compression_ratio": 0.5}, "got 'compression_ratio'; try budget=0.2, the fraction that is kept."),
+        ({"apply_chat_template": True}, "got 'apply_chat_template'; try the option --apply_chat_template of lm_eval."),
+        ({"seed": 1}, "got 'seed'; try the option --seed of lm_eval."),
+        ({"temperature": 0.5}, "got 'temperature'; try --gen_kwargs temperature=VALUE."),
+        ({"max_gen_toks": 5}, "got 'max_gen_toks'; try --gen_kwargs max_gen_toks=VALUE."),
         ({"pretrained": "no/such"}, "The model 'no/such' cannot be loaded: "),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models import huggingface
 
 import kvpolicy
 from kvpolicy_lm_eval import model as lm
@@ -51,6 +52,24 @@ def test_answers_are_those_of_one_row(make: Any, policy: str) -> None:
     for name in ("requests", "prompt_tokens", "new_tokens", "full_kv_bytes"):
         assert ours[name] == theirs[name]
     assert rows.batch_size == 3
+
+
+@pytest.mark.parametrize("policy", ["full", "window@2000", "full+quest:read=1.0"])
+def test_a_length_in_the_generation_config_counts_as_in_hf(
+    make: Any, tiny: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint such as one for chats; what lm-eval passes on counts less, in rows and behind a prefix too."""
+    model, tokenizer = tiny
+    monkeypatch.setattr(model.generation_config, "max_new_tokens", 9)
+    asked = requests([0, 2, 1], until=["never"], max_gen_toks=3)
+    asked += instances("generate_until", [(request.args[0] + "1", request.args[1]) for request in asked[:1]])
+    want = huggingface.HFLM(pretrained=model, tokenizer=tokenizer).generate_until(asked, disable_tqdm=True)  # pyright: ignore
+    for batch_size, group in ((1, False), (3, False), (3, 8)):
+        if group and "quest" in policy:
+            continue
+        ours = make(policy, batch_size=batch_size, group_by_prefix=group)
+        assert ours.generate_until(asked, disable_tqdm=True) == want
+        assert ours.stats.report()["task/generate_until"]["new_tokens"] == 9 * len(asked)
 
 
 def test_a_row_goes_to_the_next_prompt_when_its_answer_ends(make: Any, tiny: Any, monkeypatch: Any) -> None:
