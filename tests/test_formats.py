@@ -15,7 +15,7 @@ import torch
 import kvpolicy
 from kvpolicy.allocators.profile import load_profile, save_profile
 from kvpolicy.protocols import ModelInfo
-from kvpolicy.text.formats import check_format, replacing, stamp
+from kvpolicy.text.formats import check_format, expanded, replacing, stamp
 from kvpolicy.text.model_identity import check_same_model
 from tests.conformance.models import build
 
@@ -54,6 +54,19 @@ def test_an_error_of_a_write_names_the_file_that_the_user_knows(tmp_path: Path) 
     with pytest.raises(OSError) as raised, replacing(path) as temporary:
         temporary.write_text("text")
     assert raised.value.filename == str(path)
+
+
+def test_a_link_to_itself_is_no_place_for_a_file(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="symbolic links"), replacing(loop) as temporary:
+        temporary.write_text("text")
+    assert loop.is_symlink() and [each.name for each in tmp_path.iterdir()] == ["loop"]
+
+
+def test_a_null_byte_is_in_no_path() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match="A path must be without null bytes"):
+        expanded("a\0b")
 
 
 def test_two_threads_write_one_file(tmp_path: Path) -> None:

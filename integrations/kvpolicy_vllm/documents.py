@@ -15,6 +15,7 @@ from kvpolicy.hf.cache_file import read, read_tokens
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.hf.dense_cache import check_dense
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import expanded
 
 SALT = b"kvpolicy".hex()
 """How the cache salts of documents begin; no other request may have such a salt."""
@@ -85,7 +86,7 @@ def read_document(path: str | Path, *, verify: bool = True) -> Document:
     Raises:
         KVPolicyError: If the file cannot be read, or its cache cannot be the beginning of a request.
     """
-    path = Path(path).expanduser().absolute()
+    path = expanded(path).absolute()
     if verify:
         header, tensors = read(path, mapped=False)
         tokens = tensors.get("tokens")
@@ -118,7 +119,7 @@ class Library:
 
     def __init__(self, folder: str | Path | None, *, verify: bool, paths: bool = False) -> None:
         """Look into the folder."""
-        self.folder = None if folder is None else Path(folder).expanduser().resolve()
+        self.folder = None if folder is None else expanded(folder).resolve()
         if self.folder is not None and not self.folder.is_dir():
             raise KVPolicyError(
                 f"The folder of documents must exist, got {str(self.folder)!r}; try creating it, then "
@@ -141,7 +142,7 @@ class Library:
         if not isinstance(name, str) or not name or not name.isprintable():
             raise KVPolicyError(f"document must be the name of a document, got {_shown(name)}.")
         if self.folder is None:
-            return Path(name).expanduser().absolute()
+            return expanded(name).absolute()
         plain = Path(name)
         if self._paths and plain.is_absolute() and plain.parent.resolve() == self.folder:
             plain = Path(plain.name)

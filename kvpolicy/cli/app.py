@@ -128,8 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         the user can fix, which is printed in one sentence; 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    null = next((word for word in arguments if "\0" in word), None)
+    if null is not None:  # of a caller in Python: no shell passes one
+        return _print_error(f"An argument must be without null bytes, got {null!r}; try another one.")
     # PyTorch warns about missing NumPy, which only the optional extras install.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    _replace_unencodable()
     try:
         with _warnings_on_one_line():
             code = _run(arguments or ["--help"])
@@ -169,6 +173,13 @@ def _warnings_on_one_line() -> Generator[None, None, None]:
         yield
     finally:
         warnings.formatwarning = usual
+
+
+def _replace_unencodable() -> None:
+    """Print a question mark for a character that standard output cannot encode, as of a text or of a file's name."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
 
 
 @cached

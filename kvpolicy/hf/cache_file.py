@@ -26,7 +26,7 @@ from kvpolicy.hf.cache_header import FORMAT, KEY, check_header, header_of, not_a
 from kvpolicy.hf.discovery import ROPE_DELTAS
 from kvpolicy.hf.states import is_state
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.text.formats import reason_of, replacing, stamp
+from kvpolicy.text.formats import expanded, reason_of, replacing, stamp
 
 TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
@@ -68,7 +68,7 @@ def rank_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
         raise KVPolicyTypeError(
             f"The path of a cache file must be a string or a Path, got {type(path).__name__}; try 'cache.safetensors'."
         )
-    whole = Path(path).expanduser()
+    whole = expanded(path)
     return whole if size == 1 else whole.with_name(f"{whole.stem}-{rank + 1:05}-of-{size:05}{whole.suffix}")
 
 
@@ -142,6 +142,8 @@ def read_tokens(path: Path) -> Tensor:
     """
     from safetensors import safe_open
 
+    if not _is_text(path):
+        return _read_whole(path).tensors[TOKENS]
     with reading(path), safe_open(path, framework="pt") as file:
         return file.get_tensor(TOKENS).clone()
 
@@ -158,7 +160,7 @@ def read(path: Path, *, mapped: bool = True) -> CacheFile:
         KVPolicyError: If the file is missing, is no cache file, has a newer format, was truncated or edited, or a field
             is of another kind.
     """
-    header, tensors = _read_mapped(path) if mapped else _read_whole(path)
+    header, tensors = _read_mapped(path) if mapped and _is_text(path) else _read_whole(path)
     if header.get("sha256") != _digest({key: value for key, value in header.items() if key != "sha256"}, tensors):
         raise not_as_written(path)
     check_header(header, str(path))
@@ -189,6 +191,15 @@ def _read_mapped(path: Path) -> CacheFile:
     with reading(path), safe_open(path, framework="pt") as file:
         header = header_of(path, file.metadata())
         return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def _is_text(path: Path) -> bool:
+    """Whether PyTorch can map a file: not if its name is in another encoding than UTF-8."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_whole(path: Path) -> CacheFile:

@@ -22,6 +22,7 @@ from kvpolicy.registry import suggest
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.embedded_names import EMBEDDED, EmbeddedName
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.formats import expanded
 
 _ASSETS = files("kvpolicy") / "assets"
 _NAMES = (path.name.removesuffix(".json") for path in (_ASSETS / "configs").iterdir())
@@ -173,7 +174,7 @@ def checkpoint_of(name: str) -> Checkpoint:
     """
     if not name.lower().endswith(".gguf"):
         return Checkpoint(name, {})
-    path = Path(name).expanduser()
+    path = expanded(name)
     on_hub = _ON_HUB.fullmatch(name)
     if not path.is_file() and (on_hub is None or name.startswith(("/", ".", "~"))):
         raise KVPolicyError(f"A GGUF file must exist, got {name!r}; try its path, or OWNER/REPOSITORY/FILE.gguf.")

@@ -29,6 +29,7 @@ from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.text.formats import expanded
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
 
@@ -264,7 +265,7 @@ def _check_size(own: Path, path: str, size: int) -> None:
     """Tell from the names of files that a cache was saved by another number of ranks."""
     if os.path.isfile(own):
         return
-    whole = Path(path).expanduser()
+    whole = expanded(path)
     shards = sorted(whole.parent.glob(f"{glob.escape(whole.stem)}-00001-of-*{glob.escape(whole.suffix)}"))
     if shards:
         _check_ranks(read_header(shards[0])["ranks"]["size"], path, size)

@@ -67,6 +67,22 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
     return f"an invalid byte at position {error.start:,}"
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with the home folder in place of `~`; that of a user who is not known stays as it is.
+
+    Raises:
+        KVPolicyError: If it has a null byte, which no name of a file has.
+
+    Examples:
+        >>> expanded("~no-such-user/a.txt").parts
+        ('~no-such-user', 'a.txt')
+    """
+    found = os.path.expanduser(path)
+    if "\0" in found:
+        raise KVPolicyError(f"A path must be without null bytes, got {found!r}; try another one.")
+    return Path(found)
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path, None, None]:
     """Write a file atomically, so that no reader sees a part of it.
@@ -81,7 +97,9 @@ def replacing(path: Path) -> Generator[Path, None, None]:
     Raises:
         OSError: If the file cannot be written, or is a device, in whose place a file would be of no use to others.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EEXIST, "a device", str(path))
     # The number of a thread, which no other process has either: two threads may write the same file at once.

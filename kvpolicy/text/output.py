@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import reason_of
+from kvpolicy.text.formats import expanded, reason_of
 
 _HEAD = 2**16
 """Bytes of a file in which a marker is looked for."""
@@ -82,7 +83,9 @@ def check_is_file(path: str | Path) -> None:
     Raises:
         KVPolicyError: If it is none that can be written as a file.
     """
-    target = Path(path)
+    target = expanded(path)
+    if os.path.islink(os.path.realpath(target)):
+        raise KVPolicyError(f"The file to write must be a file, got a link to itself, {str(path)!r}; try another.")
     if target.is_dir():
         raise KVPolicyError(f"The file to write must be a file, got the folder {str(path)!r}; try a name in it.")
     if target.exists() and not target.is_file():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,18 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "try creating it with kvpolicy cache make" in capsys.readouterr().err
     assert main(["cache", "make", TEXT, "--out", str(tmp_path / "no" / "folder.safetensors")]) == 2
     assert "folder of a cache file must exist" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are Unicode")
+def test_a_name_that_cannot_be_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in another encoding than that of the terminal: the file is written, and described."""
+    out = tmp_path / "caf\udce9.safetensors"
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", printed)
+    for words in (["make", "tiger", "--policy", "full", "--out", str(out)], ["info", str(out)], ["verify", str(out)]):
+        assert main(["cache", *words]) == 0
+    printed.flush()
+    assert printed.buffer.getvalue().count(b"caf?.safetensors") == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_newline_at_the_end_of_a_file_is_part_of_the_text(tmp_path: Path) -> None:

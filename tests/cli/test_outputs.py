@@ -121,6 +121,24 @@ def test_a_file_of_the_same_kind_is_replaced_and_a_link_stays_one(tmp_path: Path
     assert {each.name for each in tmp_path.iterdir()} == {"page.html", "cache.safetensors", "link.safetensors"}
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("~no-such-user/a.safetensors", "The folder of a cache file must exist, got '~no-such-user"),
+        ("loop", "got a link to itself, 'loop'"),
+        ("a\0b", "An argument must be without null bytes, got 'a\\x00b'; try another one."),
+    ],
+)
+def test_names_at_which_no_file_can_be(
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert main(["cache", "make", "a", "--policy", "full", "--out", out]) == 2
+    assert message in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} == {"loop"}
+
+
 def test_files_of_a_policy_are_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvpolicy.allocators.profile import save_profile
 

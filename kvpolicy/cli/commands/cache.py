@@ -13,6 +13,7 @@ from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
 from kvpolicy.cli.formatting import Group, as_json, paragraph, size, terms
 from kvpolicy.cli.model_loading import check_length, encode, files_of, read_prompt
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import expanded
 from kvpolicy.text.output import check_output
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def make(
     how = form or (ZLIB if compress else None)
     written = form_of(how)  # before the model is loaded
     wanted = Policy.parse(policy)
-    out = out.expanduser()
+    out = expanded(out)
     inputs = [file, model, *files_of(wanted), *paths_in(written)]
     check_path(out)
     check_output(out, "a saved cache", inputs=inputs, is_own=lambda path: read_header(Path(path)), force=force)

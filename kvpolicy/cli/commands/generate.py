@@ -99,7 +99,6 @@ def generate(
     --speculate printed at the end. With --compile, the first step of the answer waits for the compilation. Kept tokens,
     bytes and speed follow on standard error. Ctrl-C stops the generation, with exit code 130.
     """
-    replace_unencodable()
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
     is_given = least is not None
@@ -168,13 +167,6 @@ def _canonical(policy: str, least: int = 0) -> str:
     from kvpolicy.policy.model_policy import keep_at_least
 
     return str(keep_at_least(Policy.parse(policy), least))
-
-
-def replace_unencodable() -> None:
-    """Print a question mark for a character that standard output cannot encode, instead of raising an error."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
 
 
 def _print_to_stderr(*lines: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from kvpolicy.cli import arguments
 from kvpolicy.cli.arguments import TINY
-from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText, replace_unencodable
+from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_loading import check_length, encode, files_of, prompt_notes, read_prompt
 from kvpolicy.text.errors import KVPolicyError
@@ -52,7 +52,6 @@ def inspect(
     terminal with colors the tokens are colored; otherwise marks below the text show which tokens are kept. --html
     writes a page that needs no network access.
     """
-    replace_unencodable()
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
     from kvpolicy.policy import Policy

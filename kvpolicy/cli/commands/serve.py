@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpolicy.cli import arguments
 from kvpolicy.cli.arguments import TINY, check_order
+from kvpolicy.text.formats import expanded
 from kvpolicy.text.limits import LEAST_TOKENS
 
 Least = Annotated[int | None, arguments.least_option("with --prefix, where the policy is that of the file")]
@@ -152,7 +152,7 @@ def serve(
         _check_ranks(tp, {"--compile": compile, "--prefix-caching": prefix_caching, "--device": device})
     _check_key(api_key)
     prefix_memory = 0 if prefix_caching is None else memory_of("--prefix-caching", prefix_caching)
-    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed, share_prefix, tp)
+    file = None if prefix is None else PrefixFile(expanded(prefix), parsed, share_prefix, tp)
     capacity = Capacity(rows=rows, length=length, memory=memory, share=prefill_share, queue=queue)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
     from kvpolicy.cli.model_loading import load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +14,7 @@ from kvpolicy.codecs.projection import Basis, energies, fisher_of
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.text.budget import waterfill
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.formats import check_format
+from kvpolicy.text.formats import check_format, expanded
 from kvpolicy.text.model_file import parse_json
 from kvpolicy.text.tables import shorten
 
@@ -158,7 +157,7 @@ def load_ranks(path: str, model: ModelInfo) -> dict[int, Ranks]:
     """
     what = f"The file of ranks {shorten(repr(path))}"
     try:
-        blob = Path(path).expanduser().read_bytes()
+        blob = expanded(path).read_bytes()
     except OSError as error:
         raise KVPolicyError(
             f"LowRank.ranks must be same, {', '.join(DIVIDED)} or a file, got {shorten(repr(path))}, which cannot be "

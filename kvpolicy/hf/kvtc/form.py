@@ -20,6 +20,7 @@ from kvpolicy.hf.kvtc.slots import Slots, damaged, find_slots, share_tokens
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.text.embedded_names import EMBEDDED
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.formats import expanded
 from kvpolicy.text.grammar import quoted
 from kvpolicy.text.strategy import checked, least, strategy
 
@@ -121,7 +122,7 @@ class KVTC:
 
     def _found(self, what: str) -> str:
         """The folder of the calibration: next to the cache file if one of its name is there, else where it was."""
-        for folder in (Path(what).expanduser().parent / self._name, Path(self.calibration).expanduser()):
+        for folder in (expanded(what).parent / self._name, expanded(self.calibration)):
             if (folder / FACTS).is_file():  # others may be called alike
                 return str(folder)
         raise KVPolicyError(
