@@ -47,7 +47,8 @@ class PolicyCache(CacheForward):
     Args:
         model: A model that a policy is attached to.
         policy: The cache's policy or its spec string; the attached one by default.
-        prompt: Tokens of each row's whole prompt, if it comes in chunks: [B], one number, or None.
+        prompt: Tokens of each row's whole prompt, if it comes in chunks: [B], one number, or None. One number is the
+            longest row's, with which the others end too; a share of it is the budget of every row.
         new: Tokens that will be generated, if known: a growing cache then allocates exactly that.
 
     Raises:
@@ -538,6 +539,7 @@ class PolicyCache(CacheForward):
         self.announced = Announced()
         self.budgets = LayerBudgets(self.policy, self.attachment, self.policy_layers)
         self.holds_next = False
+        self.counts_columns = False
         if self.rows is not None:
             self.rows.clear()
         self.forget_forward()

@@ -55,6 +55,7 @@ class CacheForward(TiledCache):
         journal: What the cache can take back.
         holds_next: Whether the next forward is added whole.
         compiles: Whether the steps of the generation that runs on it are compiled.
+        counts_columns: Whether a forward was given no positions, which then count columns, padding included.
         rows: Its rows if they come and go; else None.
     """
 
@@ -75,6 +76,7 @@ class CacheForward(TiledCache):
         self.journal = Journal(obstacle_of(policy, attachment.model_shape.states))
         self.holds_next = False
         self.compiles = False
+        self.counts_columns = False
         self.rows: Rows | None = None
         self._as_compileable = True
 
@@ -127,6 +129,13 @@ class CacheForward(TiledCache):
         tile = self.tile if isinstance(self.layers[layer_idx], PolicyLayer) else None
         return seen if tile is None else seen + tile.start
 
+    def counts_padding(self) -> bool:
+        """Whether the rotary positions of a row are not those of its tokens alone, since they count padding."""
+        if not self.counts_columns or self.attachment.rotary is None:
+            return False
+        first = self.policy_layers[0]
+        return first.is_initialized and bool((first.length != first.get_seq_length()).any())
+
     # a forward
 
     @on_host
@@ -158,6 +167,7 @@ class CacheForward(TiledCache):
         )
         if is_step and (self.journal.mark is not None or self.journal.is_shared):
             self.journal.note_step(self.layers)
+        self.counts_columns = position_ids is None or (self.counts_columns and self.is_initialized)
         forward.runs = True
         forward.missing = {*self._attending}
         self.forward = forward
@@ -396,13 +406,15 @@ class CacheForward(TiledCache):
     def numbers(self) -> dict[str, Any]:
         """The numbers of the cache besides those of its layers, as JSON values."""
         measured = {"cosines": self.budgets.measured.known, "columns": self.policy_layers[0].get_seq_length()}
-        return self.announced.numbers() | measured | {"whole": self.journal.is_whole}
+        flags = {"whole": self.journal.is_whole} | ({"counts_columns": True} if self.counts_padding() else {})
+        return self.announced.numbers() | measured | flags
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
         self.announced = Announced.of_numbers(numbers)
         self.budgets.measured.known = numbers["cosines"]
         self.journal.is_whole = numbers.get("whole", False)
+        self.counts_columns = numbers.get("counts_columns", False)
 
     def return_to(self, end: list[int] | None, plan: CachePlan | None) -> None:
         """Return to the announced end of each row, and to the plan, that were known before a prompt."""

@@ -158,6 +158,7 @@ _HEADER: dict[str, Any] = {
         "cosines": _Maybe([[_number(-_MAX_METRIC, _MAX_METRIC)]]),
         "columns": _COUNT,
         "whole?": _FLAG,
+        "counts_columns?": _FLAG,
     },
     "plan": _Maybe(_PLAN),
     "layers": _Table(_INDEX, _LAYER),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
@@ -192,6 +193,7 @@ def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas | None
             forward_calls.check_ends(model_kwargs)
         if isinstance(given, PolicyCache):
             forward_calls.check_conversation(given.get_seq_length(), columns)
+            given.counts_columns = given.counts_padding()  # asked once: steps do not wait for the device
             given.expect(forward_calls.row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
@@ -246,7 +248,8 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
 def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
     """Let a model that drops its cache in the middle of a generation run the whole text on the same one.
 
-    Only in a generation whose steps are compiled, the masks of the layers are made before the step.
+    A cache whose prompt was padded and was given no positions has counted padding, and goes on so. Only in a generation
+    whose steps are compiled, the masks of the layers are made before the step.
     """
     prepare = inner.prepare_inputs_for_generation
 
@@ -262,9 +265,17 @@ def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
         if not any(isinstance(each, Cache) for each in inputs.values()):
             restart(given, inputs, recent.end_of(given))
             inputs |= cache_argument(inner, given)
+        elif given.counts_columns and isinstance(inputs.get("position_ids"), Tensor):
+            inputs["position_ids"] = _columns_of(inputs["position_ids"], given.get_seq_length())
         return inputs
 
     return keeping
+
+
+def _columns_of(positions: Tensor, seen: int) -> Tensor:
+    """Positions [B, P] that go on with those of `seen` columns, padding included, as a cache has counted them."""
+    columns = torch.arange(seen, seen + positions.shape[-1], device=positions.device)
+    return columns.to(positions.dtype).expand_as(positions)
 
 
 def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:

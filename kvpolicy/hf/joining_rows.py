@@ -158,6 +158,11 @@ def _check_other(cache: CacheForward, rows: Rows, other: Any) -> None:
         raise KVPolicyError(
             f"A row must be filled with a cache of one row, got {other.batch_size}; try cache.fork([0]) for each."
         )
+    if other.counts_padding():
+        raise KVPolicyError(
+            "The positions of a row must not count padding, got a cache whose padded prompt was given none; try "
+            "position_ids=(attention_mask.cumsum(-1) - 1).clamp_min(0) with the prompt."
+        )
     length = int(other.policy_layers[0].length)
     if length > rows.length:
         raise KVPolicyError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from kvpolicy.hf.dense_cache import skeleton
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import first_not_undone, rope_of, ropes_of
 from tests.conformance.models import FAMILIES, LATENT, SHARED, UNNAMED, VOCABULARY, build
+from tests.conformance.play import make_batch
 from tests.engine.test_refused import one_sentence
+from tests.robust.hostile import refused
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -214,3 +217,55 @@ def test_the_rotary_embedding_of_another_part_is_not_the_decoders() -> None:
     positions = torch.arange(4)[None, None]
     want = rope_of(*find_first(build("llama"))).unrotate(keys, positions)
     assert torch.equal(rope_of(sites.decoder, sites.layers[0]).unrotate(keys, positions), want)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_padded_prompt_without_positions_goes_on_as_it_was_counted(saved: bool, tmp_path: Path) -> None:
+    """transformers counts the padding of a prompt that is given none, and then goes on without it in `generate`."""
+    model = build("llama")
+    ids, mask = make_batch([7, 12], [12, 2])
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+
+    def prompted(**given: Tensor) -> PolicyCache:
+        cache = PolicyCache(model)
+        model(ids[:, :12], attention_mask=mask[:, :12], cache=cache, **given)
+        if not saved:
+            return cache
+        cache.save(tmp_path / "cache.safetensors")
+        return PolicyCache.load(model, tmp_path / "cache.safetensors")
+
+    with torch.no_grad(), kvpolicy.attach(model, "full") as handle:
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        want = model.generate(ids, attention_mask=mask, **how)
+        for cache in (prompted(), prompted(position_ids=places[:, :12])):
+            got = model.generate(ids, attention_mask=mask, cache=cache, **how)
+            assert torch.equal(got.sequences, want.sequences)
+            torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=1e-5, rtol=0)
+        cache.reset()
+        assert not cache.counts_columns
+
+        rows = handle.rows(2, 20)
+        with refused("must not count padding, got a cache whose padded prompt was given none"):
+            rows.put(0, prompted().fork([0]))
+        rows.put(1, prompted().fork([1]))  # it has no padding
+        right = prompted(position_ids=places[:, :12])
+        rows.put(0, right.fork([0]))
+        step = model(ids[:, 12:13], attention_mask=mask[:, :13], position_ids=places[:, 12:13], cache=right).logits
+        torch.testing.assert_close(model(ids[:, 12:13], cache=rows).logits, step, atol=1e-5, rtol=0)
+
+
+def test_models_that_learn_positions_are_not_told_any() -> None:
+    """OPT counts its tokens by the mask."""
+    model = build("opt")
+    ids, mask = make_batch([7, 12], [12, 2])
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+        want = model.generate(ids, attention_mask=mask, **how)
+        cache = PolicyCache(model)
+        model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
+        assert not cache.counts_padding()
+        got = model.generate(
+            ids, attention_mask=mask, cache=cache, max_new_tokens=3, eos_token_id=None, do_sample=False
+        )
+    assert torch.equal(got, want)

@@ -71,7 +71,8 @@ class Joined:
             return
         for row, cache in self._single.items():
             with torch.no_grad():
-                own = self._model(ids[row : row + 1], cache=cache).logits
+                place = cache.policy_layers[0].length[:, None].clone()
+                own = self._model(ids[row : row + 1], position_ids=place, cache=cache).logits
             if self._compares:
                 for mine, ours in zip(cache.policy_layers, self._rows.cache.policy_layers, strict=True):
                     assert kept_positions(mine)[0] == kept_positions(ours)[row], step

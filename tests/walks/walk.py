@@ -51,6 +51,7 @@ class Walk:
         attachment = PolicyCache(self._model).attachment
         self._holds = attachment.chunks == "hold"
         self._has_windows = bool(attachment.model_shape.unmanaged)
+        self._counts_columns = self._has_windows or policy.decode == "grow"
         self._has_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         # Codes of a batch round otherwise than those of one row, and a budget in bytes is that of all rows.
         exact = self._model.dtype == torch.float32 and not any(own.codec.stages for own in policy.distinct)
@@ -213,7 +214,7 @@ class Walk:
         """Note the tokens of a row among the `size` columns of a forward, and whether it is the same one alone."""
         count = len(own)
         if not count:
-            row.comparable &= not (self._has_windows and row.begun)  # a window moves on by columns
+            row.comparable &= not (self._counts_columns and row.begun)  # windows move on, and slots are added
             return
         is_step_alone = count == 1 and size > 1 and row.begun
         begins_in_a_step = not row.begun and size == 1 and not is_first
