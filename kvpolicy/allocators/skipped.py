@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.protocols import (
     Allocator,
@@ -26,6 +25,13 @@ from kvpolicy.protocols.allocator import LayerMetric
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.strategy import checked, least, strategy
 from kvpolicy.text.validation import check_instance
+
+
+def _stored(base: Allocator, layers: int) -> Tensor | None:
+    """The metrics of all layers of the model, if an allocator has them in a file."""
+    from kvpolicy.allocators.squeeze import SqueezeAttention  # here: every policy imports this module
+
+    return base.stored(layers) if isinstance(base, SqueezeAttention) else None
 
 
 def _check_base(name: str, base: object) -> None:
@@ -113,8 +119,8 @@ class SkippedLayers(Allocator):
             KVPolicyError: If no layer is left, or the other layers would get less than their smallest budget.
         """
         own, rest = self._split(total, floor, ceiling, layers)
-        if metrics is None and isinstance(self.base, SqueezeAttention):
-            metrics = self.base.stored(layers)  # of the whole model
+        if metrics is None:
+            metrics = _stored(self.base, layers)
         left = None if metrics is None else metrics[:, self.first : layers - self.last]
         others = self.base.budgets(left, rest, floor, ceiling, layers - self.first - self.last)
         each = own[:, None].to(others.device)
