@@ -14,6 +14,7 @@ from kvpolicy.calibration.run import Run
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.discovery import device_of
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
@@ -25,7 +26,7 @@ def measure_salience(run: Run, tokens: int) -> dict[str, Tensor]:
     """The salience of each layer, [H, D] fp32, by its name in the file; of a text of `tokens` tokens."""
     model = run.model
     found: dict[str, Tensor] = {}
-    device = next(model.parameters()).device
+    device = device_of(model)
     with eval_mode(model), torch.no_grad(), attach(model, Policy(reader=_Recorder())):
         for ids in run.bar(run.windows, "channels"):
             cache = PolicyCache(model)

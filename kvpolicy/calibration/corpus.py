@@ -77,16 +77,24 @@ def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
 
     Raises:
         KVPolicyTypeError: If a window is not a tensor of token ids, or has several rows.
+        KVPolicyError: If a window has no token.
 
     Examples:
         >>> [window.shape for window in as_windows([torch.arange(5)[None], torch.arange(3)])]
         [torch.Size([5]), torch.Size([3])]
     """
-    return [_as_window(ids) for ids in windows]
+    found = [as_window(ids) for ids in windows]
+    empty = next((number for number, ids in enumerate(found) if not len(ids)), None)
+    if empty is not None:
+        raise KVPolicyError(
+            f"Every window must have at least one token, got none in window {empty}; try leaving it out."
+        )
+    return found
 
 
-def _as_window(ids: object) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.is_floating_point():
+def as_window(ids: object) -> Tensor:
+    """The token ids of one window, which may be none; see `as_windows`."""
+    if not isinstance(ids, Tensor) or not is_integer(ids):
         what = str(ids.dtype).removeprefix("torch.") if isinstance(ids, Tensor) else type(ids).__name__
         raise KVPolicyTypeError(
             f"A window of tokens must be an integer tensor [n], got {what}; try the input_ids of a tokenizer."
@@ -97,6 +105,11 @@ def _as_window(ids: object) -> Tensor:
             "separately."
         )
     return ids.flatten().long().cpu()
+
+
+def is_integer(ids: Tensor) -> bool:
+    """Whether numbers are integers, as token ids are."""
+    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 
 
 def text_sha256(windows: Sequence[Tensor]) -> str:

@@ -31,8 +31,11 @@ from kvpolicy.calibration.dictionary import (
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.run import Run
 from kvpolicy.calibration.samples import collect, tokens_per_window
+from kvpolicy.calibration.suitable import check_sizes
 from kvpolicy.codecs.csr.dictionaries import FILE_KEY_SPACES, value_dictionary
 from kvpolicy.codecs.csr.sparse import unit
+from kvpolicy.engine.host import outside_autocast
+from kvpolicy.hf.discovery import device_of
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.text.errors import KVPolicyError
@@ -130,6 +133,7 @@ class _Job(NamedTuple):
 
 def facts_of(run: Run, options: Dictionaries) -> dict[str, Any]:
     """The facts that must be equal for a calibration to be continued or replaced; see `calibrate_csr`."""
+    check_sizes(run.model, "csr")
     dim: int = run.identity["head_dim"]
     check_chunks(options, dim)
     _given_groups(options, describe(run.model.config).evictable)  # pyright: ignore[reportArgumentType]
@@ -155,8 +159,9 @@ def trained(run: Run, options: Dictionaries, facts: dict[str, Any]) -> tuple[dic
     ).parts()
     groups, divergences = _groups(samples, layers, _given_groups(options, layers), options)
     jobs = _jobs(groups, options)
-    device = next(run.model.parameters()).device
-    done = {job.name: _run(job, samples, atoms, options, states, device, run.progress) for job in jobs}
+    device = device_of(run.model)
+    with outside_autocast(device):  # it takes what the model computes, in the dtype of the dictionaries
+        done = {job.name: _run(job, samples, atoms, options, states, device, run.progress) for job in jobs}
     groups_by_name: dict[str, list[list[int]]] = {}
     for job in jobs:
         groups_by_name.setdefault(job.name.rpartition(".")[0], []).append(job.layers)
@@ -271,6 +276,7 @@ def estimate_csr(model: nn.Module, windows: Sequence[Tensor], options: Dictionar
         True
     """
     windows = as_windows(windows)
+    check_sizes(model, "csr")
     facts = identity(model, None)
     check_chunks(options, facts["head_dim"])
     counts = tokens_per_window(windows, options.tokens)
@@ -280,12 +286,13 @@ def estimate_csr(model: nn.Module, windows: Sequence[Tensor], options: Dictionar
     layers = len(describe(model.config).evictable)
     vectors = sum(counts) * facts["heads"] * layers
     atoms = atoms_of(options, facts["heads"])
-    device = next(model.parameters()).device
+    device = device_of(model)
     kinds = [1] * len(options.key_spaces) + list(options.value_chunks)
     seconds = window * len(windows)
     for chunks in kinds:
         check_enough(vectors * chunks, atoms)  # if all layers share a dictionary; the training refuses the rest
-        seconds += _training(options, atoms, chunks, facts["head_dim"] // chunks, vectors, layers, device)
+        with outside_autocast(device):
+            seconds += _training(options, atoms, chunks, facts["head_dim"] // chunks, vectors, layers, device)
     return seconds
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvpolicy.calibration.calibrator import Calibrator
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.run import Run
+from kvpolicy.calibration.suitable import check_tokens, check_weights
 from kvpolicy.codecs._files import folder_of
 from kvpolicy.hf.identity import identity
 from kvpolicy.text.model_file import CalibrationKind
@@ -45,9 +46,12 @@ def calibrate(
         The content of the file.
     """
     out = Path(os.path.expanduser(out))
+    windows = as_windows(windows)
+    check_weights(model)
+    check_tokens(model, windows)
     run = Run(
         model=model,
-        windows=as_windows(windows),
+        windows=windows,
         out=out,
         identity=identity(model, name),
         progress=progress,

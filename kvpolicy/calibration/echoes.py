@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.listener import check_finite, listening
+from kvpolicy.calibration.suitable import check_heads
 from kvpolicy.protocols import View
 from kvpolicy.statistics import AttentionRows, ReducedRows, Results
 from kvpolicy.text.errors import KVPolicyError, KVPolicyWarning
@@ -81,6 +82,7 @@ def echo_scores(
         special tokens of the config are not drawn; the text is shortened to the positions of the model. Attention is
         computed a few queries at a time, and never held whole.
     """
+    check_heads(model)
     random = random_tokens(model, random, repeats)
     ids, first = repeated_text(model, random, repeats, seed)
     taken: dict[int, Tensor] = {}

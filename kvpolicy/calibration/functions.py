@@ -145,8 +145,9 @@ def calibrate_lowrank(
     Raises:
         KVPolicyTypeError: If the windows are not token ids.
         KVPolicyError: If the model is not supported, has a policy attached, has no rotary embedding that could be
-            undone, needs no gradients for `fisher`, or produces numbers that are not finite; a group of heads does not
-            divide them; the text is too short; or `out` holds another calibration.
+            undone for unrotated keys, has values of another size than keys for `fisher`, or produces numbers that are
+            not finite; a group of heads does not divide them; the text is too short; or `out` holds another
+            calibration.
 
     Examples:
         >>> import tempfile, torch, kvpolicy

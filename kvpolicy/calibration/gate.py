@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvpolicy.calibration.listener import check_finite, listening
 from kvpolicy.calibration.run import Run
 from kvpolicy.calibration.samples import sampled, tokens_per_window
+from kvpolicy.engine.host import outside_autocast
 from kvpolicy.protocols import View
 from kvpolicy.selectors.gate_files import Inner, LayerGate
 from kvpolicy.selectors.kvzip import KVzip
@@ -217,7 +218,7 @@ def mlp_gate(sample: Sample, training: Training | None = None) -> LayerGate:
         (torch.rand(s, generator=chance, dtype=torch.float32, device="cpu") * 2 - 1) / math.sqrt(f)
         for s, f in zip(sizes, fans, strict=True)
     ]
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), outside_autocast(x.device):
         x = x.clone()
         y = y.clone()
         weights = [w.clone().requires_grad_() for w in weights]

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite, listening
+from kvpolicy.calibration.suitable import check_heads
 from kvpolicy.hf.discovery import Sites, find_sites
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
@@ -28,8 +29,8 @@ _DIGITS = 6
 
 def rows_of(model: nn.Module, scores: Mapping[int, Tensor]) -> tuple[tuple[float, ...], ...]:
     """Scores of KV heads as a file has them: a row for each layer of the model, empty where there is none."""
-    layers = range(len(find_sites(model).layers))
-    rows = (scores[layer].tolist() if layer in scores else [] for layer in layers)
+    depth = describe(model.config).depth  # pyright: ignore[reportArgumentType]
+    rows = (scores[layer].tolist() if layer in scores else [] for layer in range(depth))
     return tuple(tuple(round(score, _DIGITS) for score in row) for row in rows)
 
 
@@ -73,6 +74,7 @@ def head_scores(
     if not windows:
         raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
     positions = check_size("positions", positions, 2)
+    check_heads(model)
     ropes = _ropes(model, find_sites(model))
     total: dict[int, Tensor] = {}
 

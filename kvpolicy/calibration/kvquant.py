@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.run import Run
 from kvpolicy.calibration.samples import collect
+from kvpolicy.calibration.suitable import check_sizes
 from kvpolicy.codecs.kvquant import nearest, normalize_values, outlier_count
 
 SAMPLE = 50_000
@@ -78,6 +79,7 @@ def fit_layers(
     run: Run, bits: tuple[int, ...], outliers: float, tokens: int, *, fisher: bool, seed: int
 ) -> dict[str, Tensor]:
     """The tensors of all layers, by their names in the file; see `calibrate_kvquant`."""
+    check_sizes(run.model, "kvquant")
     found = collect(
         run.model,
         run.windows,

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
+from kvpolicy.calibration.corpus import is_integer
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.hf.discovery import device_of
+from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.output import check_is_file
@@ -29,7 +32,8 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
         The mean cosine of each layer.
 
     Raises:
-        KVPolicyError: If there is no prompt, a policy is attached, or the path is a folder.
+        KVPolicyError: If there is no prompt, a policy is attached, a token id is none of the model's, a cosine is not
+            finite, or the path is a folder.
         KVPolicyTypeError: If a prompt is not a tensor of token ids [B, P].
 
     Examples:
@@ -42,6 +46,8 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
         >>> len(cosine)
         2
     """
+    from kvpolicy.calibration.listener import check_finite
+    from kvpolicy.calibration.suitable import check_tokens
     from kvpolicy.hf.attach import attach
     from kvpolicy.hf.cache import PolicyCache
 
@@ -49,22 +55,25 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     check_is_file(path)
     rows: list[Tensor] = []
     # Squeeze requests the measurement, and with a budget of 1.0 nothing is evicted.
-    with torch.no_grad(), attach(model, "squeeze+window@1.0"):
+    with eval_mode(model), torch.no_grad(), attach(model, "squeeze+window@1.0"):
+        device = device_of(model)
         for ids in prompts:
             _check_prompt(ids)
+            check_tokens(model, [ids])
             cache = PolicyCache(model)
-            _: Any = model(ids.to(next(model.parameters()).device), **cache_argument(model, cache))
+            _: Any = model(ids.to(device), **cache_argument(model, cache))
             rows.append(cache.cosines().mean(0))
     if not rows:
         raise KVPolicyError("The prompts must contain at least one tensor of token ids, got none; try one.")
     cosine = torch.stack(rows).mean(0)
+    check_finite("cosines", f"layer {int((~cosine.isfinite()).int().argmax())}", cosine)
     save_profile(path, getattr(model.config, "name_or_path", "") or type(model).__name__, cosine)
     return [float(value) for value in cosine]
 
 
 def _check_prompt(ids: object) -> None:
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not is_integer(ids):
+        got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise KVPolicyTypeError(
             f"A prompt must be a tensor of token ids [B, P], got {got}; try the input_ids of a tokenizer."
         )

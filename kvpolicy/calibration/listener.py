@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.attach import attach
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.discovery import device_of, find_sites
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
@@ -85,7 +85,7 @@ def listening(
         KVPolicyError: If the model is not supported, or has a policy attached.
     """
     decoder = find_sites(model).decoder
-    device = next(decoder.parameters()).device
+    device = device_of(decoder)
     # The cache itself need not hold the prompt: a budget of one token saves memory.
     with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=Listener(asks, look), budget=1), tile=tile):
         yield lambda ids: decoder(input_ids=ids[None].to(device), use_cache=True)

@@ -13,6 +13,7 @@ from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import Sums, check_finite, listening
 from kvpolicy.calibration.run import Run
 from kvpolicy.calibration.samples import fisher_information
+from kvpolicy.calibration.suitable import check_sizes, check_unrotated
 from kvpolicy.protocols import View
 from kvpolicy.statistics import ModuleCall, Results, UnrotatedKeys, Vectors
 
@@ -33,11 +34,15 @@ def find_bases(
     run: Run, key_spaces: Sequence[str], groups: Sequence[int], *, fisher: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file by name, and what it says of them besides; see `calibrate_lowrank`."""
+    unrotated = "unrotated" in key_spaces
+    if unrotated:
+        check_unrotated(run.model, "unrotated keys", "try rotated ones alone, which the reader loki takes")
+    if fisher:
+        check_sizes(run.model, "lowrank by Fisher information")
     tensors: dict[str, Tensor] = {}
     information = fisher_information(run.model, run.windows, progress=run.progress) if fisher else {}
     for layer, both in information.items():
         tensors[f"fisher.{layer}"] = torch.tensor(both, dtype=torch.float32, device="cpu")
-    unrotated = "unrotated" in key_spaces
     moments = collect_moments(run.model, run.windows, unrotated=unrotated, groups=groups, progress=run.progress)
     unwanted = ("keys.post", "queries") if "rotated" not in key_spaces else ()
     shares: dict[str, list[float]] = {}

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import Sums, check_finite, listening
 from kvpolicy.calibration.run import Run
+from kvpolicy.calibration.suitable import check_sizes
 from kvpolicy.codecs.rotation import mixing
 from kvpolicy.protocols import View
 from kvpolicy.statistics import ModuleCall, Results, Vectors
@@ -18,6 +19,7 @@ from kvpolicy.statistics import ModuleCall, Results, Vectors
 
 def find_rotations(run: Run, *, shared: bool) -> dict[str, Tensor]:
     """The tensors of all layers, by their names in the file; see `calibrate_oscar`."""
+    check_sizes(run.model, "oscar")
     tensors: dict[str, Tensor] = {}
     for layer, (queries, values) in collect_covariances(run.model, run.windows, progress=run.progress).items():
         for side, covariance in (("keys", queries), ("values", values)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,14 @@ from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import check_finite
+from kvpolicy.calibration.suitable import check_vectors, check_weights
 from kvpolicy.codecs.csr.dictionaries import key_dictionary
+from kvpolicy.engine.host import inference_as
 from kvpolicy.hf.attention_interface import PREFIX, configs_of
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.discovery import device_of, find_sites
 from kvpolicy.hf.eval_mode import eval_mode
+from kvpolicy.hf.forward_checks import check_adapters
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.kernels.rotary import Rope
@@ -76,7 +80,8 @@ def collect(
 
     Raises:
         KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
+        KVPolicyError: If the model is not supported, has a policy attached, has latent attention, has values of another
+            size than keys for `fisher`, or produces numbers that are not finite.
 
     Examples:
         >>> import kvpolicy
@@ -114,8 +119,8 @@ def fisher_information(
 
     Raises:
         KVPolicyTypeError: If the windows are not token ids.
-        KVPolicyError: If the model is not supported, has a policy attached, or needs no gradients, or a gradient is not
-            finite.
+        KVPolicyError: If the model is not supported, has a policy attached, or has values of another size than keys, or
+            a gradient is not finite.
 
     Examples:
         >>> import kvpolicy
@@ -170,6 +175,11 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     return joined
 
 
+def _trace(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Let gradients be computed with respect to what follows."""
+    return out if out.requires_grad else out.detach().requires_grad_()
+
+
 class _Reader:
     """Runs a model and reads keys and values from its cache."""
 
@@ -178,10 +188,13 @@ class _Reader:
             raise KVPolicyError(
                 "The model must have no policy during calibration, got one with a policy attached; try detaching it."
             )
+        check_weights(model)
+        check_adapters(model)
         self.model = model
         self.key_spaces = key_spaces
         self.fisher = fisher
         shape = describe(model.config)
+        check_vectors(shape.shape, squares=fisher)
         self.sites = find_sites(model)
         self.layers = shape.evictable
         self.heads = shape.heads
@@ -194,7 +207,7 @@ class _Reader:
         """Keys and values of every token of a window [n], by the field of `Samples` and the layer, each [H, n, D]."""
         config: Any = self.model.config
         cache: Any = DynamicCache(config=config)
-        ids = ids[None].to(next(self.sites.decoder.parameters()).device)
+        ids = ids[None].to(device_of(self.sites.decoder))
         gradients = self._gradients(ids, cache) if self.fisher else {}
         if not self.fisher:
             with torch.no_grad():
@@ -221,13 +234,12 @@ class _Reader:
 
     def _gradients(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
         """Gradients of the loss with respect to keys and values."""
-        with torch.enable_grad():
+        # Of the embeddings, so that all keys and values have one, whichever weights are frozen.
+        traced = self.model.get_input_embeddings().register_forward_hook(_trace)  # pyright: ignore[reportCallIssue]
+        with inference_as(is_inference=False), torch.enable_grad(), ExitStack() as hooks:
+            hooks.callback(traced.remove)
+            ids = ids.clone()
             loss = self.model(input_ids=ids, labels=ids, **cache_argument(self.model, cache), use_cache=True).loss
-            if not loss.requires_grad:
-                raise KVPolicyError(
-                    "A weight of the model must require gradients for Fisher information, got none that does; try "
-                    "requires_grad_(True), or leave fisher out."
-                )
             # `DynamicCache` hands attention the very tensors that it holds, so that the loss depends on them.
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
             # A codec stores one vector for all copies of a head, so their gradients add up.

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.calibration.listener import Sums, check_finite, listening
+from kvpolicy.calibration.suitable import check_unrotated
 from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import Centers
 from kvpolicy.statistics import ModuleCall, Moments, Results, Rotation
@@ -39,6 +40,7 @@ def query_centers(model: nn.Module, windows: Sequence[Tensor], *, progress: bool
         TriAttention (arXiv:2604.04921), and the calibration of its authors' code: the mean of the queries as complex
         numbers, and of their absolute values, for each frequency. Differences: all tokens of all windows count.
     """
+    check_unrotated(model, "mean queries without it", "try the selector qfilters")
     sums: dict[int, Sums] = {}
 
     def look(seen: Results, view: View) -> None:

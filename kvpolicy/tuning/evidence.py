@@ -13,6 +13,7 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.compiled_generation import step_call
+from kvpolicy.hf.discovery import device_of
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.hf.model_spec import ModelShape, describe
 from kvpolicy.hf.text_angles import check_pieces
@@ -229,7 +230,7 @@ def _logits(
     """Logits behind the last `count` of some tokens, [count, V]."""
     keeps = getattr(model, "_supports_logits_to_keep", None)
     given = {"logits_to_keep": count} if keeps is not None and keeps() else {}
-    device = next(model.parameters()).device
+    device = device_of(model)
     given |= cache_argument(model, cache)
     out = (forward or model)(input_ids=ids[None].to(device), **given, **kwargs)
     return out.logits[0, -count:]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.calibration.corpus import as_window
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.text_angles import check_pieces
 from kvpolicy.hf.tile_size import TileSize
@@ -340,7 +340,7 @@ def _relative_error(out: Tensor, exact: Tensor) -> float:
 def _checked(windows: Sequence[Window]) -> list[Window]:
     """The windows as token ids, [N] and [M] int64 on the CPU."""
     # A question behind the prompt is a part of what follows it.
-    checked = [Window(*as_windows([window.prompt, window.follow])) for window in windows]
+    checked = [Window(*map(as_window, (window.prompt, window.follow))) for window in windows]
     if not checked or any(not len(part) for window in checked for part in (window.prompt, window.answer)):
         raise KVPolicyError(
             "The windows must be at least one, each with a token of prompt and of answer, got "

@@ -15,7 +15,7 @@ from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.discovery import Site, find_sites
+from kvpolicy.hf.discovery import Site, device_of, find_sites
 from kvpolicy.hf.residual_hooks import active_stream
 from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.hf.tile_size import TileSize
@@ -79,7 +79,7 @@ class Tap:
         self.layers = self.attachment.model_shape.evictable
         self._look: Look | None = None
         self._sites = find_sites(model)
-        self.device: torch.device = next(self._sites.decoder.parameters()).device
+        self.device: torch.device = device_of(self._sites.decoder)
         self.store: torch.device | None = _HOST if isinstance(self.attachment.tile, int) else None
 
     def run(self, ids: Tensor, prompt: int, look: Look, pins: Collection[int] = ()) -> PolicyCache:

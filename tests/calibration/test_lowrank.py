@@ -111,11 +111,6 @@ def test_groups_divide_the_heads(tmp_path: Path, group: int) -> None:
         calibrate_lowrank(llama(), windows(2, 80), tmp_path, head_groups=[group])
 
 
-def test_information_needs_gradients(tmp_path: Path) -> None:
-    with pytest.raises(KVPolicyError, match="must require gradients"):
-        calibrate_lowrank(llama().requires_grad_(False), windows(2, 80), tmp_path, fisher=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
