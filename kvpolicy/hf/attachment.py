@@ -63,7 +63,10 @@ def check_projections(policy: Policy, projections: Mapping[int, Projection]) -> 
     Raises:
         KVPolicyError: Naming the attention module.
     """
-    if any(first_of(OutputNorms, own.selector.statistics) for own in policy.distinct):
+    replay = policy.replay
+    if (replay is not None and replay.norms) or any(
+        first_of(OutputNorms, own.selector.statistics) for own in policy.distinct
+    ):
         for projection in projections.values():
             projection()
 

@@ -84,12 +84,13 @@ def test_a_model_gives_its_own_projection(family: str, how: dict[str, Any], monk
         torch.testing.assert_close(real(values, projection)[0, 0, 5], (layer(alone) - bias).abs().sum())
 
 
-def test_a_model_without_a_projection_is_left_as_it_was() -> None:
+@pytest.mark.parametrize("policy", ["critical/h2o@0.5", "kvzip:plus=true@0.5"])
+def test_a_model_without_a_projection_is_left_as_it_was(policy: str) -> None:
     model = copy.deepcopy(build("llama", layers=2))  # built models are shared between tests
     before = set(model.model.layers[1].self_attn._modules)
     model.model.layers[1].self_attn.o_proj = nn.Identity()
     with pytest.raises(KVPolicyError, match=r"must have a weight in floating point .* try kvzip"):
-        kvpolicy.attach(model, "critical/h2o@0.5")
+        kvpolicy.attach(model, policy)
     assert set(model.model.layers[1].self_attn._modules) == before
     kvpolicy.attach(model, "h2o@0.5").detach()
 
