@@ -85,6 +85,20 @@ def test_many_contexts_that_continue_each_other() -> None:
     assert sorted(member for group in groups for member in group.members) == list(range(1499))
 
 
+def test_known_prefixes_are_kept() -> None:
+    """Also by one context alone, and by those that shared nothing; the others find theirs."""
+    contexts = [(1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 2, 6), (1, 2, 3, 4), (7, 8, 9)]
+    assert group_by_prefix(contexts, 2) == [((1, 2), [0, 1, 2, 3, 4]), ((), [5])]
+    assert group_by_prefix(contexts, 2, [0, 2, None, None, 3, 1]) == [
+        ((), [0]),
+        ((1, 2), [1]),
+        ((1, 2), [2, 3]),
+        ((1, 2, 3), [4]),
+        ((7,), [5]),
+    ]
+    assert group_by_prefix(contexts, 2, [0] * 6) == [((), [number]) for number in range(6)]
+
+
 def test_what_the_argument_may_be() -> None:
     assert [read_least(value) for value in (False, True, 1, 700)] == [0, PREFIX_TOKENS, 1, 700]
     for value in (0, -3, 2.5, "yes", None):

@@ -146,7 +146,7 @@ def test_a_run_that_goes_on_shares_what_it_would_have_shared(
     again = make("knorm@0.3", group_by_prefix=32)
     found = getattr(CachingLM(again, path), kind)(requests)
     assert again.stats.tallies[f"task/{kind}"].requests == 1 and found == whole
-    # New requests are grouped, and those that shared nothing do not begin to.
+    # Requests that the cache does not know share with each other.
     another = asked(kind, [text.replace("wolf", "goat") for text in about_two])
     assert getattr(CachingLM(again, path), kind)(another) == getattr(lm, kind)(another)
 

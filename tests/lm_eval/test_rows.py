@@ -20,6 +20,8 @@ from tests.engine.test_text_angles import TRAINED, adapting
 from tests.lm_eval.helpers import instances
 from tests.sampling import product
 
+HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
+
 
 def requests(lengths: list[int], **arguments: Any) -> list[Instance]:
     """Prompts of many lengths; how long an answer may become is the same for all, and where it ends is not."""
@@ -62,8 +64,9 @@ def test_a_length_in_the_generation_config_counts_as_in_hf(
     model, tokenizer = tiny
     monkeypatch.setattr(model.generation_config, "max_new_tokens", 9)
     asked = requests([0, 2, 1], until=["never"], max_gen_toks=3)
-    asked += instances("generate_until", [(request.args[0] + "1", request.args[1]) for request in asked[:1]])
-    want = huggingface.HFLM(pretrained=model, tokenizer=tokenizer).generate_until(asked, disable_tqdm=True)  # pyright: ignore
+    arguments: Any = asked[0].args
+    asked += instances("generate_until", [(arguments[0] + "1", arguments[1])])
+    want = HFLM(pretrained=model, tokenizer=tokenizer).generate_until(asked, disable_tqdm=True)
     for batch_size, group in ((1, False), (3, False), (3, 8)):
         if group and "quest" in policy:
             continue
