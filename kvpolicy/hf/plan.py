@@ -11,8 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
-from kvpolicy.hf.discovery import check_modules, find_sites
+from kvpolicy.hf.attachment import (
+    CODES,
+    HOLD,
+    PLAIN,
+    SELECT,
+    Chunks,
+    Hold,
+    check_chunks,
+    check_held_codes,
+    check_hold,
+    check_projections,
+    check_replayed_ids,
+)
+from kvpolicy.hf.discovery import check_modules, find_sites, sample_weights
+from kvpolicy.hf.division import division_of
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import ModelShape, check_supported, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
@@ -235,6 +248,30 @@ def _check_model(config: Any, module: nn.Module | None) -> None:
         find_sites(module)
 
 
+def _fingerprint(module: nn.Module) -> Tensor | None:
+    """The weight fingerprint of a loaded model, by which files know the model that they were made for."""
+    division = division_of(module)
+    return sample_weights(find_sites(module).layers[0]) if division.size == 1 else division.weights
+
+
+def _check_loaded(policy: Policy, module: nn.Module) -> None:
+    """Refuse a policy for what the modules of a loaded model do not have.
+
+    Raises:
+        KVPolicyError: Naming it.
+    """
+    from kvpolicy.hf.forward_checks import lacks_weights, vocabulary_of
+    from kvpolicy.hf.latent import latent_projection
+    from kvpolicy.hf.projection import Reading, output_projection
+
+    check_replayed_ids(policy, vocabulary_of(module))
+    if not lacks_weights(module):
+        behind = latent_projection if describe(module.config).shape.latent else output_projection
+        check_projections(
+            policy, {each.layer_idx: Reading(behind, each.attention) for each in find_sites(module).layers}
+        )
+
+
 def _check_held_next(held_next: int, policy: Policy) -> None:
     """Refuse tokens beyond the budget where the text decides how many pages each head has.
 
@@ -301,7 +338,8 @@ def plan(
     """Plan a policy's cache from a config alone, without weights.
 
     Args:
-        config: A transformers config, a model, or a name that `config_of` finds.
+        config: A transformers config, a model, or a name that `config_of` finds. Files that a policy names are
+            compared with the weights of a model.
         policy: A policy or its spec string.
         batch: Number of rows.
         prompt: Tokens of each row's prompt, one number or one per row.
@@ -353,9 +391,12 @@ def plan(
     lengths = each_row(prompt, batch)
     _check_model(config, module)
     model = describe(config, dtype, tp, follows_plan=backend == "hf")
-    info = describe(config, dtype).info()  # calibrations are of all heads
+    # Calibrations are of all heads.
+    info = describe(config, dtype).info(None if module is None else _fingerprint(module))
     policy = resolve_for(policy, model, info)
     policy.check(info)
+    if module is not None:
+        _check_loaded(policy, module)
     _check_held_next(held_next, policy)
     check_held_codes(check_hold(hold), policy, model.shape)
     if prefix is not None:
