@@ -235,7 +235,7 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
             forward_calls.check_text(given, args, kwargs)
             if deltas is not None:
                 deltas.show(given)
-        with recent.generating() as answer:
+        with recent.generating() as answer, _announcing(given):
             result = generate(*args, **kwargs)
             cache = output_cache(result)
             if answer is not None and isinstance(cache, PolicyCache):
@@ -243,6 +243,22 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
         return result
 
     return noting
+
+
+@contextmanager
+def _announcing(cache: Cache | None) -> Generator[None]:
+    """Forget what a generation announced to a cache if it was refused before the first token."""
+    if not isinstance(cache, PolicyCache):
+        yield
+        return
+    announced = cache.announced
+    seen = cache.get_seq_length()
+    try:
+        yield
+    except KVPolicyError:
+        if not cache.forward.runs and cache.get_seq_length() == seen:
+            cache.announced = announced
+        raise
 
 
 def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:

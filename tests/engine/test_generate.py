@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import kvpolicy
-from kvpolicy import PolicyCache
+from kvpolicy import KVPolicyError, PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
@@ -252,3 +252,16 @@ def test_an_assistant_that_evicts_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"a policy of the assistant model .*, got h2o@0\.5"):
             generate(model, ids, mask, **GREEDY, assistant_model=assistant)
         assert generate(assistant, ids, mask, **GREEDY).shape == (1, 24 + NEW)
+
+
+def test_a_refused_generation_announces_nothing() -> None:
+    """Else the next prompt would wait for the tokens of the refused one."""
+    model = build("opt")
+    too_long = torch.randint(3, 40, (1, model.config.max_position_embeddings + 1))
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5", chunks="hold"):
+        cache = PolicyCache(model, new=3)
+        with pytest.raises(KVPolicyError, match="Positions must be below 512"):
+            model.generate(too_long, cache=cache, **GREEDY)
+        assert cache.prompt is None and cache.new == 3
+        model(too_long[:, :20], cache=cache)
+    assert cache.plan is not None and [*kept_positions(cache.policy_layers[0])[0][0]] != [*range(20)]

@@ -142,7 +142,8 @@ def leaves_of(thing: Any, path: str = "", seen: dict[int, Any] | None = None) ->
     else:
         parts = [(part.name, getattr(thing, part.name)) for part in fields(thing)] if is_dataclass(thing) else []
     for name, part in parts:
-        if name not in ("attachment", "calibrations", "gate", "basis", "selector", "codec"):  # the model's
+        # Those of the model, and what transformers notes of a cache that a user made.
+        if name not in ("attachment", "calibrations", "gate", "basis", "selector", "codec", "_is_user_defined"):
             yield from leaves_of(part, f"{path}.{name}", seen)
 
 

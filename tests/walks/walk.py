@@ -485,5 +485,5 @@ class Walk:
 
 def _but_stock(found: list[str]) -> list[str]:
     """Changes, but for what transformers keeps behind a reset, and the size of tiles."""
-    kept = ("is_shared", ".device:", "._is_user_defined:", ".tile_size:")
+    kept = ("is_shared", ".device:", ".tile_size:")
     return [change for change in found if not any(name in change for name in kept)]
