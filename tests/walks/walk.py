@@ -468,6 +468,8 @@ class Walk:
     def _refuse(self, life: Life) -> None:
         rows = max(life.cache.batch_size, 1)
         calls = impossible(self._model, rows, self._acting.tokens, self._folder)
+        if not life.cache.is_initialized:
+            del calls["feed another number of rows"]
         if life.marked:
             calls["feed several tokens"] = lambda cache: self._model(self._acting.tokens(rows, 3), cache=cache)
         self._try(life, calls)
