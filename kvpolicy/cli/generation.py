@@ -44,7 +44,9 @@ class GenerationOptions:
 
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keyword arguments of `model.generate`."""
-        arguments: dict[str, Any] = {"max_new_tokens": self.new, "num_beams": 1}
+        # The tokenizer is for the stop strings of a checkpoint's generation config.
+        arguments: dict[str, Any] = {"max_new_tokens": self.new, "num_beams": 1, "num_return_sequences": 1}
+        arguments["tokenizer"] = tokenizer
         pad_token = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if pad_token is not None:
             arguments["pad_token_id"] = pad_token

@@ -165,6 +165,8 @@ def _load_pretrained(name: str, dtype: Any, text: bool, tp: int) -> tuple[Any, A
     # Checkpoints that were saved in training with `use_cache: false` would generate without the policy.
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.use_cache = True
+        # That of a policy takes its place, and that without a policy is the ordinary one.
+        model.generation_config.cache_implementation = None
     return model.eval(), tokenizer
 
 

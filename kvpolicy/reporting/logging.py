@@ -155,8 +155,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
+    "stop_strings": ([],),
 }
-"""Fields of a generation config that change logits in `generate`, with values besides None that change none."""
+"""Fields of a generation config that change logits or the end in `generate`, with values besides None that do not."""
 
 _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_k": (0,),

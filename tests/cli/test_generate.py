@@ -215,6 +215,23 @@ def test_a_checkpoint_that_was_saved_without_a_cache_has_one(
     assert (run["text"], run["nbytes"], err) == (text, cache.nbytes, "")
 
 
+def test_a_generation_config_may_have_other_defaults(
+    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Strings that end a text are read, and its cache and its number of texts are those of the command."""
+    for part in tiny:
+        part.save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    other = {"cache_implementation": "static", "num_return_sequences": 3, "do_sample": True, "stop_strings": ["3"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    text, _, _ = wanted(tiny, PROMPT, "full", 6)
+    assert "3" in text[:-1]
+    words = [PROMPT, "--model", str(tmp_path), "--new", "6"]
+    assert generate([*words, "--policy", "full"], capsys)[0] == text[: text.index("3") + 1] + "\n"
+    with pytest.warns(kvpolicy.KVPolicyWarning, match="without stop_strings=.* of the generation config"):
+        assert generate([*words, "--speculate", "full"], capsys)[0] == text + "\n"
+
+
 def test_interrupted(
     tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
