@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from kvpolicy.hf.forward_checks import lacks_weights, vocabulary_of
+from kvpolicy.hf.discovery import lacks_weights, vocabulary_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.protocols import LayerShape
 from kvpolicy.text.errors import KVPolicyError

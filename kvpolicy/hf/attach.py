@@ -33,7 +33,7 @@ from kvpolicy.hf.attachment import (
 from kvpolicy.hf.attention_interface import PREFIX, attached, configs_of, replace_falcon_forward, swap_implementation
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import OLD, cache_name, check_cache_name, check_version
-from kvpolicy.hf.discovery import Sites, around, find_sites, is_falcon, rope_owner, sample_weights
+from kvpolicy.hf.discovery import Sites, around, find_sites, is_falcon, rope_owner, sample_weights, vocabulary_of
 from kvpolicy.hf.division import Division, division_of
 from kvpolicy.hf.editing import move_obstacle
 from kvpolicy.hf.forward_hooks import ForwardHooks, end_masks, take_new_name
@@ -362,7 +362,7 @@ def _described(
     projections: dict[int, Projection] = {site.layer_idx: Reading(behind, site.attention) for site in sites.layers}
     check_projections(policy, projections)
     projections |= joint_projections(projections, shape.owners, shape.shape.heads)
-    vocabulary = forward_checks.vocabulary_of(model)
+    vocabulary = vocabulary_of(model)
     check_replayed_ids(policy, vocabulary)
     return Attachment(
         policy=policy,

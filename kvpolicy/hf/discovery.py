@@ -5,6 +5,7 @@ A config is refused for what attaching to its model would refuse, before any wei
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -17,6 +18,7 @@ from torch import nn
 
 from kvpolicy.hf.embedded import ShippedConfig
 from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.limits import MAX_SIZE
 
 _STATES = ("state", "cache_params")
 """Arguments of models whose memory is a state of a fixed size."""
@@ -353,3 +355,17 @@ def _check_classes(kind: type[nn.Module]) -> None:
     for each in classes:
         if not is_falcon_class(each):
             check_attention_class(each.__name__, each)
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
+    embeddings = None
+    with contextlib.suppress(NotImplementedError):  # transformers raises it for modules that it does not know
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embeddings, "num_embeddings", MAX_SIZE)
+
+
+def lacks_weights(model: nn.Module) -> bool:
+    """Whether weights are on `meta` and no hook loads them, unlike those that accelerate offloads."""
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX, no_padding
+from kvpolicy.hf.discovery import lacks_weights
 from kvpolicy.hf.masks import DeferredMask
 from kvpolicy.hf.replay import TABLES
 from kvpolicy.hf.rotary_lookup import changing_kind, depends_on_length
 from kvpolicy.hf.seen_text import mask_digest
 from kvpolicy.hf.text_angles import check_angles
 from kvpolicy.text.errors import KVPolicyError
-from kvpolicy.text.limits import MAX_SIZE
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
@@ -56,20 +55,6 @@ def check_adapters(model: Any) -> None:
                 "The model's adapter must not pass its own keys and values as a cache, got "
                 f"{name.lower().replace('_', ' ')}; try an adapter that changes weights, such as LoRA."
             )
-
-
-def vocabulary_of(model: Any) -> int:
-    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
-    embeddings = None
-    with contextlib.suppress(NotImplementedError):  # transformers raises it for modules that it does not know
-        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    return getattr(embeddings, "num_embeddings", MAX_SIZE)
-
-
-def lacks_weights(model: nn.Module) -> bool:
-    """Whether weights are on `meta` and no hook loads them, unlike those that accelerate offloads."""
-    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
 
 
 def learned_positions(decoder: nn.Module) -> int | None:

@@ -24,7 +24,7 @@ from kvpolicy.hf.attachment import (
     check_projections,
     check_replayed_ids,
 )
-from kvpolicy.hf.discovery import check_modules, find_sites, sample_weights
+from kvpolicy.hf.discovery import check_modules, find_sites, lacks_weights, sample_weights, vocabulary_of
 from kvpolicy.hf.division import division_of
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import ModelShape, check_supported, describe, resolve_for
@@ -260,7 +260,6 @@ def _check_loaded(policy: Policy, module: nn.Module) -> None:
     Raises:
         KVPolicyError: Naming it.
     """
-    from kvpolicy.hf.forward_checks import lacks_weights, vocabulary_of
     from kvpolicy.hf.latent import latent_projection
     from kvpolicy.hf.projection import Reading, output_projection
 

@@ -15,8 +15,7 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.hf.discovery import device_of
-from kvpolicy.hf.forward_checks import vocabulary_of
+from kvpolicy.hf.discovery import device_of, vocabulary_of
 from kvpolicy.hf.rotary_lookup import changing_kind
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import warn_of_processors, without_warning_of_few_tokens
