@@ -153,7 +153,7 @@ def check_stock(cache: object) -> None:
         kind = ("offloaded " if is_offloading else "") + type(cache).__name__
         raise KVPolicyError(
             f"The cache must be a kvpolicy.PolicyCache or an ordinary DynamicCache under a policy, got the {kind}; try "
-            f"to leave {CACHE} and cache_implementation out."
+            f"to leave {CACHE} and cache_implementation out, of model.generation_config too."
         )
     if cache.get_seq_length() > 0:
         raise KVPolicyError(
