@@ -78,7 +78,7 @@ def refuse_other(path: str | Path, what: str = "", remedy: str = "--force") -> N
 
 
 def check_is_file(path: str | Path) -> None:
-    """Refuse a folder, a device, or a path below a file in the place of a file that is to be written.
+    """Refuse a folder, a device, or a path below a file or a read-only folder in the place of a file to be written.
 
     Raises:
         KVPolicyError: If it is none that can be written as a file.
@@ -93,6 +93,10 @@ def check_is_file(path: str | Path) -> None:
     above = next((folder for folder in target.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
         raise KVPolicyError(f"The file to write must be in a folder, got {str(path)!r}; try another folder.")
+    if above is not None and not os.access(above, os.W_OK):  # else it would be known only when all is computed
+        raise KVPolicyError(
+            f"The file to write must be in a folder that can be written to, got {str(path)!r}; try another folder."
+        )
 
 
 def has_marker(path: str | Path, marker: str) -> bool:

@@ -224,6 +224,7 @@ def test_a_generation_config_may_have_other_defaults(
     path = tmp_path / "generation_config.json"
     other = {"cache_implementation": "static", "num_return_sequences": 3, "do_sample": True, "stop_strings": ["3"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    capsys.readouterr()  # saving may have printed
     text, _, _ = wanted(tiny, PROMPT, "full", 6)
     assert "3" in text[:-1]
     words = [PROMPT, "--model", str(tmp_path), "--new", "6"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from kvpolicy.cli import model_loading
 from kvpolicy.cli.app import app, main
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.text.output import check_output
@@ -137,6 +138,26 @@ def test_names_at_which_no_file_can_be(
     assert main(["cache", "make", "a", "--policy", "full", "--out", out]) == 2
     assert message in capsys.readouterr().err
     assert {each.name for each in tmp_path.iterdir()} == {"loop"}
+
+
+def test_a_folder_that_is_read_only_is_told_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the folder above one that would be made."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(model_loading, "load", lambda *args, **options: pytest.fail("nothing may be loaded"))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    for words in (
+        ["cache", "make", "a", "--out", "cache.safetensors"],
+        ["inspect", "a", "--html", "page.html"],
+        ["tune", "tiny", "--text", str(text), "--out", "new/plan.json"],
+        ["calibrate", "channels", "--model", "tiny", "--text", str(text), "--out", "new/channels"],
+        ["calibrate", "kvquant", "--model", "tiny", "--text", str(text), "--out", "kvquant"],
+    ):
+        assert main([*words[:-1], str(tmp_path / words[-1])]) == 2
+        assert "folder that can be written to, got" in capsys.readouterr().err, words
+    assert [each.name for each in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_files_of_a_policy_are_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
