@@ -92,6 +92,10 @@ class Board:
 
     def __init__(self) -> None:
         """Show nothing before a prompt."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Show nothing, and let go of the tensors."""
         self.choice: Choice | tuple[()] = ()
         self.positions: Tensor | None = None
 

@@ -145,6 +145,8 @@ class PolicyLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything but a shared prefix."""
         self.store = self._make_store()
+        if self._board is not None:
+            self._board.clear()
         # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
         if self.store.slots is not None:
             self.store.slots.index.board = self._board

@@ -11,9 +11,11 @@ import torch
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.registry import names
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.engine.live import tensors_of
 from tests.sampling import each_once, product
 
 LAYERS = 2
@@ -154,6 +156,20 @@ def test_a_reset_cache_forgets_what_was_announced() -> None:
         for cache in (told, fresh):
             model(ids, cache=cache)
     assert told.policy_layers[0].store.contents.capacity == fresh.policy_layers[0].store.contents.capacity
+
+
+@pytest.mark.parametrize("part", [*CODECS, *names("reader"), "global", "cake"])
+def test_a_reset_cache_holds_what_a_new_one_holds(part: str) -> None:
+    model = build("llama", layers=4)
+    ids, mask = make_batch([24, 11], TURNS)
+    with kvpolicy.attach(model, words(part, "h2o")):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, TURNS, cache)
+        assert sum(tensor.nbytes for _, tensor in tensors_of(cache))
+        cache.reset()
+        left = [name for name, tensor in tensors_of(cache) if ".spec." not in name and tensor.numel()]
+        fresh = [name for name, tensor in tensors_of(PolicyCache(model)) if ".spec." not in name and tensor.numel()]
+    assert left == fresh and cache.nbytes == 0
 
 
 def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
