@@ -56,14 +56,14 @@ def parse_format(fields: Mapping[str, Any]) -> AnswerFormat | None:
         True
     """
     found = _response_format(fields["response_format"]) if "response_format" in fields else None
-    tools = fields.get("tools") or []
+    choice = fields.get("tool_choice", "auto")
+    tools = [] if choice == "none" else fields.get("tools") or []  # which the prompt then leaves out, too
     if found is not None and tools:
         raise KVPolicyError(
             "response_format must be text with tools, got both; try tool_choice='required', or the request without "
             "tools."
         )
-    choice = fields.get("tool_choice", "auto")
-    is_free = choice == "auto" or (choice == "none" and not tools)
+    is_free = choice in ("auto", "none")
     parallel = fields.get("parallel_tool_calls", True)
     if not isinstance(parallel, bool) or (is_free and not parallel):
         raise KVPolicyError(
@@ -103,7 +103,8 @@ def _calls(choice: Any, tools: Sequence[Mapping[str, Any]], parallel: bool) -> A
     name = _named(choice)
     if choice != "required" and name is None:
         raise KVPolicyError(
-            f"tool_choice must be auto, required or a named function, got {brief(choice)}; try it without tool_choice."
+            f"tool_choice must be auto, none, required or a named function, got {brief(choice)}; try it without "
+            "tool_choice."
         )
     if not functions or (name is not None and name not in functions):
         got = "no tools" if not functions else f"{name!r}, which is not among them"

@@ -162,7 +162,7 @@ def parse_chat(body: Any, model: str) -> Call:
         raise KVPolicyError(f"messages must have at most {MOST_ROLES} different roles, got {roles:,}; try user.")
     own: dict[str, Any] = {"messages": messages}
     tools = _tools(fields.get("tools", []))
-    if tools:
+    if tools and fields.get("tool_choice") != "none":
         own["tools"] = tools
     if fields.get("chat_template_kwargs") is not None:
         own["chat_template_kwargs"] = _template_options(fields["chat_template_kwargs"])

@@ -155,8 +155,8 @@ NAMED = {"function": {"name": "f"}}
         ({"response_format": {"type": "json_schema"}}, "must be an object with a schema, got null"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}}, 'schema, got {"schema": 1}; try'),
         ({"response_format": {"type": "json_object"}, "tools": [NAMED]}, "response_format must be text with tools"),
-        ({"tool_choice": "none", "tools": [NAMED]}, 'auto, required or a named function, got "none"; try'),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": [NAMED]}, "auto, required or a named function"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [NAMED]}, "auto, none, required or a named function"),
+        ({"tool_choice": [], "tools": [NAMED]}, "auto, none, required or a named function, got []"),
         ({"tool_choice": "required"}, "tool_choice must be about a function of tools, got no tools"),
         ({"tool_choice": {"type": "function", **NAMED}}, "got no tools"),
         ({"tool_choice": ONE, "tools": [NAMED]}, "got 'light', which is not among them; try it without tool_choice"),
@@ -177,8 +177,16 @@ def test_fields_that_ask_for_no_format(fields: dict[str, Any], message: str) -> 
 def test_a_format_is_part_of_a_request() -> None:
     body = {"messages": [{"role": "user", "content": "?"}]}
     plain = parse_chat(body, "tiny")
-    for fields in ({"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
+    same: list[dict[str, Any]] = [
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "auto"},
+        {"parallel_tool_calls": True},
+        {"tools": [NAMED], "tool_choice": "none"},  # tools that must not be called are not shown
+    ]
+    for fields in same:
         assert parse_chat({**body, **fields}, "tiny") == plain
+    formatted = {**body, "response_format": FORMAT}
+    assert parse_chat({**formatted, "tools": [NAMED], "tool_choice": "none"}, "tiny") == parse_chat(formatted, "tiny")
     text = parse_completion({"prompt": ["a", "b"], "response_format": FORMAT}, "tiny")
     assert text.format is not None and [one.format for one in text.each()] == [text.format] * 2
 
