@@ -145,7 +145,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are Unicode")
 def test_a_name_that_cannot_be_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in another encoding than that of the terminal: the file is written, and described."""
-    out = tmp_path / "caf\udce9.safetensors"
+    out = tmp_path / "text\udce9.safetensors"
     printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", printed)
     for words in (["make", "tiger", "--policy", "full", "--out", str(out)], ["info", str(out)], ["verify", str(out)]):
