@@ -151,7 +151,7 @@ def test_a_name_that_cannot_be_printed(tmp_path: Path, monkeypatch: pytest.Monke
     for words in (["make", "tiger", "--policy", "full", "--out", str(out)], ["info", str(out)], ["verify", str(out)]):
         assert main(["cache", *words]) == 0
     printed.flush()
-    assert printed.buffer.getvalue().count(b"caf?.safetensors") == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert printed.buffer.getvalue().count(b"text?.safetensors") == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_newline_at_the_end_of_a_file_is_part_of_the_text(tmp_path: Path) -> None:
