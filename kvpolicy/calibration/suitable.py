@@ -58,6 +58,19 @@ def check_sizes(model: nn.Module, method: str) -> None:
         )
 
 
+def check_measurable(model: nn.Module) -> None:
+    """Refuse a model of which no candidate can be measured in one layer alone.
+
+    Raises:
+        KVPolicyError: If values have another size than keys, as with latent attention.
+    """
+    if shape_of(model).value_dim is not None:
+        raise KVPolicyError(
+            "Values must have the size of keys to be measured, got a model with latent attention (MLA) or with values "
+            "of another size; try kvpolicy compare."
+        )
+
+
 def check_vectors(shape: LayerShape, *, squares: bool) -> None:
     """Refuse layers whose stock cache has other vectors than those that a policy stores.
 

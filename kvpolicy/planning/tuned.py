@@ -230,15 +230,29 @@ def resolve(
     if found.layers != model.indices or found.depth != model.depth:
         raise KVPolicyError(f"{what} must be of the layers {list(model.indices)}, got {list(found.layers)}; {remedy}.")
     prompt, new = lengths(found, policy)
-    limit = byte_limit(policy, shape, len(found.layers), prompt + new)
-    if isinstance(policy.budget, str):
-        limit = max((limit or 0) - unmanaged_nbytes(prompt + new), 0)
+    limit = managed_limit(found, policy, shape, unmanaged_nbytes)
     if limit is not None:  # of one rank; each holds the same share
         limit = limit * whole.heads // shape.heads
     layers = _solved(version_of(policy.source.file), policy.source.file, whole, prompt, new, limit)
     every = dict(zip(found.layers, layers, strict=True))
     # A layer that is not under the policy has one that is not used.
     return LayeredPolicy([every.get(index, layers[0]) for index in range(found.depth)], policy.budget, spec=str(policy))
+
+
+def managed_limit(
+    curves: Curves, policy: TunedPolicy, shape: LayerShape, unmanaged_nbytes: Callable[[int], int]
+) -> int | None:
+    """Bytes that the layers under a policy may hold of a text of its lengths; None if they need evict nothing.
+
+    Args:
+        curves: The curves of its file.
+        policy: The policy.
+        shape: Shape of a layer.
+        unmanaged_nbytes: See `resolve`.
+    """
+    length = sum(lengths(curves, policy))
+    limit = byte_limit(policy, shape, len(curves.layers), length)
+    return max((limit or 0) - unmanaged_nbytes(length), 0) if isinstance(policy.budget, str) else limit
 
 
 def lengths(curves: Curves, policy: TunedPolicy) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.calibration.listener import Listener, listening
+from kvpolicy.calibration.suitable import check_measurable
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
@@ -175,9 +176,5 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "
                 "tensor parallelism."
             )
-        if tap.attachment.model_shape.shape.value_dim is not None:
-            raise KVPolicyError(
-                "Values must have the size of keys to be measured, got a model with latent attention (MLA) or with "
-                "values of another size; try kvpolicy compare."
-            )
+        check_measurable(model)
         yield tap

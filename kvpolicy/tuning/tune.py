@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.calibration.suitable import check_measurable, check_tokens, check_weights
 from kvpolicy.hf.identity import identity, model_info
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
-from kvpolicy.policy import Policy
+from kvpolicy.planning.tuned import lengths, managed_limit, solve
+from kvpolicy.policy import Policy, TunedPolicy
+from kvpolicy.policy.tuned import TunedFile
+from kvpolicy.text.budget import Budget
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.model_file import REMEDY, SAME, without_name
 from kvpolicy.text.output import check_is_file, refuse_other
@@ -88,7 +93,10 @@ def tune(
         raise KVPolicyError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
     info = model_info(model)
     # What no run could measure is refused before a file is written.
+    check_weights(model)
+    check_measurable(model)
     check_windows(windows)
+    check_tokens(model, [part for window in windows for part in window])
     policies = check_candidates(default_grid() if candidates is None else candidates, info)
     out = Path(os.path.expanduser(out))
     own = identity(model, name, info)
@@ -129,6 +137,32 @@ def tune(
     save_curves(out, curves)
     steps.clear()
     return curves
+
+
+def check_budget(model: nn.Module, windows: Sequence[Window], candidates: Sequence[Policy], budget: Budget) -> None:
+    """Refuse a budget that no policy of these candidates fits, before anything is measured.
+
+    Raises:
+        KVPolicyError: Naming what they need at least; or if the model or a candidate cannot be measured.
+    """
+    check_measurable(model)
+    shape = describe(model.config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
+    info = shape.info()
+    policies = tuple(check_candidates(candidates, info))
+    unknown = [[0.0] * len(policies)] * len(info.indices)
+    curves = Curves(
+        model={},
+        text=_text_facts(windows, ""),
+        measure="joint",
+        layers=info.indices,
+        depth=info.depth,
+        candidates=policies,
+        distortion=unknown,
+        spread=unknown,
+    )
+    policy = TunedPolicy(TunedFile(file="-"), budget)
+    limit = managed_limit(curves, policy, shape.shape, lambda columns: sum(shape.unmanaged_bytes(1, columns).values()))
+    solve(curves, shape.shape, *lengths(curves, policy), limit)
 
 
 def _text_facts(windows: Sequence[Window], sha256: str) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def test_refused(
             ["--budget", "1MiB", "--held-out", "0.5"],
             "must exceed the 1000000000 bytes that layers without a policy hold of a text, got 1MiB",
         ),
+        (["--budget", "1KiB", "--no-evidence"], "got 1024 bytes, which is less than the"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(

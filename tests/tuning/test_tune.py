@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvpolicy
-from kvpolicy import KVPolicyError
+from kvpolicy import KVPolicyError, Policy
 from kvpolicy.planning.curves import Curves, load_tuned
-from kvpolicy.policy import LayeredPolicy
+from kvpolicy.policy import LayeredPolicy, TunedPolicy
+from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.tuning import proof
 from kvpolicy.tuning import tune as module
 from kvpolicy.tuning.evidence import share_bytes
@@ -22,8 +24,9 @@ from kvpolicy.tuning.grid import PARTS, SHARES, default_grid, make_grid
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.proof import as_share, prove
 from kvpolicy.tuning.steps import Steps
-from kvpolicy.tuning.tune import estimate, interaction, tune
+from kvpolicy.tuning.tune import check_budget, estimate, interaction, tune
 from kvpolicy.tuning.windows import Window
+from tests.conformance.models import build
 from tests.tuning.test_measure import llama
 
 MODEL = llama(num_hidden_layers=4, head_dim=32)
@@ -234,3 +237,37 @@ def test_a_proof_needs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(proof, "best_rival", lambda *_, **__: pytest.fail("is measured"))
     with pytest.raises(KVPolicyError, match="must be at least two to compare policies on, got 1; try a larger --held"):
         prove(MODEL, tmp_path / "a.json", 0.3, WINDOWS, WINDOWS[:1])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo_v2_flash"])
+def test_what_cannot_be_measured_leaves_no_file(family: str, tmp_path: Path) -> None:
+    short = [Window(torch.arange(3, 30), torch.arange(3, 6))]
+    with pytest.raises(KVPolicyError, match="Values must have the size of keys to be measured"):
+        tune(build(family), short, tmp_path / "plan.json", candidates=["window@0.5"])
+    with pytest.raises(KVPolicyError, match="must have weights to be measured, got some on the device meta"):
+        tune(copy.deepcopy(build("llama")).to("meta"), short, tmp_path / "plan.json", candidates=["window@0.5"])
+    with pytest.raises(KVPolicyError, match=r"Token ids must be from 0 to 47, .* got 48; try"):
+        tune(build("llama"), [Window(torch.arange(3, 49), torch.arange(3, 6))], tmp_path / "plan.json")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("budget", "fits"), [(0.2, False), ("2KiB", False), (9, False), (0.5, True), (30, True)])
+def test_a_budget_that_no_candidate_fits_is_refused_as_by_the_file(budget: Any, fits: bool, tmp_path: Path) -> None:
+    model = build("llama")
+    windows = [Window(torch.arange(3, 43), torch.arange(3, 6))]
+    candidates = [Policy.parse("window@0.4"), Policy.parse("window@0.6")]
+    file = tmp_path / "plan.json"
+    tune(model, windows, file, candidates=candidates)
+    spec = TunedPolicy(TunedFile(file=str(file)), budget)
+    if fits:
+        check_budget(model, windows, candidates, budget)
+        kvpolicy.attach(model, spec).detach()
+        return
+    told: list[str] = []
+    for call in (lambda: check_budget(model, windows, candidates, budget), lambda: kvpolicy.attach(model, spec)):
+        with pytest.raises(
+            KVPolicyError, match=r"must fit a text of 40 and 3 tokens, .* which is less than the"
+        ) as raised:
+            call()
+        told.append(str(raised.value))
+    assert told[0] == told[1]

@@ -74,7 +74,7 @@ def tune(
     from kvpolicy.tuning.ordinary import rivals as ordinary_policies
     from kvpolicy.tuning.proof import as_share, check_held_out, prove
     from kvpolicy.tuning.rivals import estimate_rivals
-    from kvpolicy.tuning.tune import estimate
+    from kvpolicy.tuning.tune import check_budget, estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.verdict import check_margin
     from kvpolicy.tuning.windows import read_windows, split
@@ -108,6 +108,7 @@ def tune(
     if not no_evidence:  # what the comparison would refuse, before anything is measured
         check_held_out(others)
         as_share(loaded, tuning, wanted)
+    check_budget(loaded, tuning, grid, wanted)
     if not quiet and not Path(out).exists():
         compared = [] if no_evidence else [Policy.parse(spec) for spec in rivals or ordinary_policies()]
         _print_peak(loaded, [*grid, *compared], found, tile_size)
