@@ -192,6 +192,23 @@ KINDS = {
             "tests/tuning/test_tune.py::test_the_file_serves_any_budget",
         ),
     ),
+    "generates many texts": Kind(
+        (
+            "tests/cli/test_cache.py::test_a_file_with_loss_is_made_and_described",
+            "tests/cli/test_cache.py::test_a_text_is_read_in_chunks",
+            "tests/lm_eval/test_prefixes.py::test_a_task_with_several_groups_has_one_bar",
+            "tests/lm_eval/test_request_cache.py::test_a_run_that_goes_on_shares_what_it_would_have_shared",
+            "tests/lm_eval/test_rows.py::test_a_length_in_the_generation_config_counts_as_in_hf",
+            "tests/lm_eval/test_rows.py::test_a_row_goes_to_the_next_prompt_when_its_answer_ends",
+            "tests/lm_eval/test_rows.py::test_answers_are_those_of_one_row",
+            "tests/selectors/test_random.py::test_prompt_and_generated_tokens_have_the_same_chance",
+        ),
+        (
+            "tests/lm_eval/test_request_cache.py::test_a_run_that_goes_on_shares_what_it_would_have_shared[[]loglikelihood*",
+            "tests/lm_eval/test_rows.py::test_a_length_in_the_generation_config_counts_as_in_hf[[]full]",
+            "tests/lm_eval/test_rows.py::test_answers_are_those_of_one_row[[]snapkv@*",
+        ),
+    ),
     "runs pages and builds packages": Kind(
         (
             "tests/test_docs.py::test_commands_print_what_the_page_says",
