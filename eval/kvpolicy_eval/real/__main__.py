@@ -16,10 +16,7 @@ from kvpolicy_eval.common.results import add_results_arguments, check_results, p
 from kvpolicy_eval.real.measure import RealModel
 from kvpolicy_eval.real.page import rows
 from kvpolicy_eval.real.policies import POLICIES
-from kvpolicy_eval.real.prompts import GENERATED, PROSE, TASKS, TOKENS
-
-ALL = (*TASKS, PROSE, GENERATED)
-"""What is measured by default."""
+from kvpolicy_eval.real.prompts import ALL, TOKENS
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gguf", metavar="NAME", help="GGUF file in the folder; needs the package gguf")
     add_results_arguments(parser)
     parser.add_argument("--only", nargs="+", metavar="POLICY", default=POLICIES, help="policies, instead of all")
-    parser.add_argument("--tasks", nargs="+", choices=ALL, help="what to measure now; all by default")
+    parser.add_argument("--tasks", nargs="+", choices=ALL, default=ALL, help="what to measure and show, instead of all")
     parser.add_argument("--n", type=int, default=100, help="prompts per task")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="rough length of documents, where a task has no own")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -42,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     model = RealModel(args.model, args.gguf, args.results, args.n, getattr(torch, args.dtype), args.tokens)
     if not args.page_only:
-        model.measure(args.only, ALL if args.tasks is None else args.tasks)
-    publish(rows(model, args.only), args.table, args.fill)
+        model.measure(args.only, args.tasks)
+    publish(rows(model, args.only, args.tasks), args.table, args.fill)
 
 
 if __name__ == "__main__":

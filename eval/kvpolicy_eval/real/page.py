@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.real.measure import PLACES, RealModel, Result
-from kvpolicy_eval.real.prompts import GENERATED, PROSE, SIZED, TASKS
+from kvpolicy_eval.real.prompts import ALL, GENERATED, PROSE, SIZED, TASKS
 
 GENERATED_NAME = "divergence, generated"
 NUMBERS = (
@@ -20,16 +20,18 @@ NUMBERS = (
 """Columns of text that is predicted: heading, text, name in its result, format."""
 
 
-def rows(model: RealModel, policies: Sequence[str]) -> str:
+def rows(model: RealModel, policies: Sequence[str], tasks: Collection[str] = ALL) -> str:
     """The table of what is known: a row for each policy and a column for each task with a result.
 
     Args:
         model: The model.
         policies: Specs.
+        tasks: Names of the tasks, and of the texts that are predicted.
     """
-    answered = [(task, place) for task in TASKS for place in PLACES]
-    names = ["policy", "held", *(f"{task}, {place}" for task, place in answered), *(name for name, *_ in NUMBERS)]
-    body = [_row(model, policy, answered) for policy in policies]
+    answered = [(task, place) for task in TASKS if task in tasks for place in PLACES]
+    numbers = [number for number in NUMBERS if number[1] in tasks]
+    names = ["policy", "held", *(f"{task}, {place}" for task, place in answered), *(name for name, *_ in numbers)]
+    body = [_row(model, policy, answered, numbers) for policy in policies]
     body = [row for row in body if any(row[1:])]
     kept = [0, *(column for column in range(1, len(names)) if any(row[column] for row in body))]
     lines = table([names[column] for column in kept], [[row[column] for column in kept] for row in body])
@@ -59,11 +61,13 @@ def _note(model: RealModel, names: Sequence[str]) -> str:
     )
 
 
-def _row(model: RealModel, policy: str, answered: Sequence[tuple[str, str]]) -> list[str]:
+def _row(
+    model: RealModel, policy: str, answered: Sequence[tuple[str, str]], numbers: Sequence[tuple[str, str, str, str]]
+) -> list[str]:
     answers = [model.answers(policy, task, place) for task, place in answered]
     held = next((f"{found['held']:.2f}" for found in answers if "held" in found), "")
-    numbers = [_number(model.text(policy, text), name, form) for _, text, name, form in NUMBERS]
-    return [f"`{policy}`", held, *map(_fraction, answers), *numbers]
+    found = [_number(model.text(policy, text), name, form) for _, text, name, form in numbers]
+    return [f"`{policy}`", held, *map(_fraction, answers), *found]
 
 
 def _fraction(found: Result) -> str:

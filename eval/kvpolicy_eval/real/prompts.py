@@ -237,6 +237,8 @@ PROSE = "prose"
 """Name of the text that is predicted."""
 GENERATED = "generated"
 """Name of the text that the model generates, of which every prediction is compared."""
+ALL = (*TASKS, PROSE, GENERATED)
+"""What is measured by default."""
 
 
 def draw(task: str, number: int, tokens: int) -> Asked:

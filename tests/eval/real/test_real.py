@@ -268,11 +268,15 @@ def test_files_are_checked_before_anything_is_measured(
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_only_some_tasks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_some_tasks_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "out.jsonl"
-    main(["--model", TINY, "--results", str(results), "--n", "1", "--only", "full", "--tasks", "list"])
+    words = ["--model", TINY, "--results", str(results), "--n", "1", "--only", "full"]
+    main([*words, "--tasks", "list"])
     assert results.read_text(encoding="utf-8").count("full list ") == len(results.read_text("utf-8").splitlines()) == 2
-    assert "| `full` | 1.0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| `full` | 1.0" in shown and "| policy | held | list, inside | list, after |\n" in shown
+    main([*words, "--tasks", "few", "--page-only"])
+    assert "list" not in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_joins_document_and_question_is_an_error(
