@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvpolicy import PolicyCache
+from kvpolicy import Policy, PolicyCache
 
 
 class Alive(TorchDispatchMode):
@@ -41,27 +42,35 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a cache can reach, with where it is found."""
-    seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
+def leaves_of(thing: Any, seen: dict[int, Any] | None = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor, number, flag and name that a cache can reach, with where it is found."""
+    seen = {} if seen is None else seen
+    if isinstance(thing, Tensor | int | float | str | bytes | torch.dtype | torch.device):
         yield path, thing
         return
-    if id(thing) in seen:
+    if thing is None or id(thing) in seen or isinstance(thing, Policy):
         return
-    seen.add(id(thing))
+    seen[id(thing)] = thing  # kept alive, else another object may get the same id
     if isinstance(thing, dict):
-        parts = [(str(name), part) for name, part in thing.items()]
+        parts = [*thing.items()]
     elif isinstance(thing, list | tuple):
-        parts = [(str(number), part) for number, part in enumerate(thing)]
-    elif type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")) and hasattr(thing, "__dict__"):
-        parts = [*vars(thing).items()]
-    else:
+        yield f"{path}.length", len(thing)
+        parts = [*enumerate(thing)]
+    elif not type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")):
         return
+    elif hasattr(thing, "__dict__"):
+        parts = [*vars(thing).items()]
+    else:  # such as a plan, which has slots
+        parts = [(part.name, getattr(thing, part.name)) for part in fields(thing)] if is_dataclass(thing) else []
     for name, part in parts:
         if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
             continue
-        yield from tensors_of(part, seen, f"{path}.{name}")
+        yield from leaves_of(part, seen, f"{path}.{name}")
+
+
+def tensors_of(thing: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a cache can reach, with where it is found."""
+    return ((path, leaf) for path, leaf in leaves_of(thing) if isinstance(leaf, Tensor))
 
 
 def stored_bytes(cache: PolicyCache) -> int:

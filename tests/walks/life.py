@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.hf.layer import PolicyLayer
-from tests.engine.live import stored_bytes, tensors_of
+from tests.engine.live import leaves_of, stored_bytes, tensors_of
 
 Operation = Callable[[PolicyCache], "Tensor | PolicyCache | None"]
 """Something that is done to a cache: it returns logits or tokens, or another cache that takes its place."""
@@ -116,40 +116,17 @@ class Life:
         self.logits = None
 
 
-def leaves_of(thing: Any, path: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """All that a cache can reach and that may change: numbers, flags, names and tensors, with where they are found."""
-    seen = {} if seen is None else seen
-    if isinstance(thing, Tensor):
-        flat = thing.detach().flatten()
-        data = flat.new_empty(flat.shape).copy_(flat).view(torch.uint8)
-        yield path, (tuple(thing.shape), thing.dtype, hash(data.numpy().tobytes()))
-        return
-    if isinstance(thing, int | float | str | bytes | torch.dtype | torch.device):
-        yield path, thing
-        return
-    if thing is None or id(thing) in seen or isinstance(thing, Policy):
-        return
-    seen[id(thing)] = thing  # kept alive, else another object may get the same id
-    if isinstance(thing, dict):
-        parts = [*thing.items()]
-    elif isinstance(thing, list | tuple):
-        yield f"{path}.length", len(thing)
-        parts = [*enumerate(thing)]
-    elif not type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")):
-        return
-    elif hasattr(thing, "__dict__"):
-        parts = [*vars(thing).items()]
-    else:
-        parts = [(part.name, getattr(thing, part.name)) for part in fields(thing)] if is_dataclass(thing) else []
-    for name, part in parts:
-        # Those of the model, and what transformers notes of a cache that a user made.
-        if name not in ("attachment", "calibrations", "gate", "basis", "selector", "codec", "_is_user_defined"):
-            yield from leaves_of(part, f"{path}.{name}", seen)
-
-
 def state_of(cache: PolicyCache) -> dict[str, Any]:
-    """All that a cache can reach and that may change."""
-    return dict(leaves_of(cache))
+    """All that a cache can reach and that may change; tensors by their shape, their dtype and a hash."""
+    # But for what transformers notes of a cache that a user made.
+    leaves = ((path, leaf) for path, leaf in leaves_of(cache) if not path.endswith("._is_user_defined"))
+    return {path: _hashed(leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves}
+
+
+def _hashed(tensor: Tensor) -> tuple[Any, ...]:
+    flat = tensor.detach().flatten()
+    data = flat.new_empty(flat.shape).copy_(flat).view(torch.uint8)  # with the stride that a view needs
+    return tuple(tensor.shape), tensor.dtype, hash(data.numpy().tobytes())
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
