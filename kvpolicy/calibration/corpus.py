@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.formats import reason_of
+from kvpolicy.text.validation import has_integers
 
 
 def read_texts(paths: Iterable[str | Path]) -> list[str]:
@@ -94,7 +95,7 @@ def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
 
 def as_window(ids: object) -> Tensor:
     """The token ids of one window, which may be none; see `as_windows`."""
-    if not isinstance(ids, Tensor) or not is_integer(ids):
+    if not isinstance(ids, Tensor) or not has_integers(ids):
         what = str(ids.dtype).removeprefix("torch.") if isinstance(ids, Tensor) else type(ids).__name__
         raise KVPolicyTypeError(
             f"A window of tokens must be an integer tensor [n], got {what}; try the input_ids of a tokenizer."
@@ -105,11 +106,6 @@ def as_window(ids: object) -> Tensor:
             "separately."
         )
     return ids.flatten().long().cpu()
-
-
-def is_integer(ids: Tensor) -> bool:
-    """Whether numbers are integers, as token ids are."""
-    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 
 
 def text_sha256(windows: Sequence[Tensor]) -> str:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.calibration.corpus import is_integer
 from kvpolicy.hf.cache_names import cache_argument
 from kvpolicy.hf.discovery import device_of
 from kvpolicy.hf.eval_mode import eval_mode
 from kvpolicy.text.arguments import named_arguments
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.output import check_is_file
+from kvpolicy.text.validation import has_integers
 
 
 @named_arguments
@@ -72,7 +72,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
 
 
 def _check_prompt(ids: object) -> None:
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not is_integer(ids):
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not has_integers(ids):
         got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise KVPolicyTypeError(
             f"A prompt must be a tensor of token ids [B, P], got {got}; try the input_ids of a tokenizer."

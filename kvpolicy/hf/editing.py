@@ -19,6 +19,7 @@ from kvpolicy.hf.seen_text import extend_digest, remove_from_digest
 from kvpolicy.kernels.rotary import Rope
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import has_integers
 
 
 def check_rows(given: Any, batch: int) -> Tensor:
@@ -38,7 +39,7 @@ def check_rows(given: Any, batch: int) -> Tensor:
         )
     try:
         rows = torch.as_tensor(given)
-        if rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex()):
+        if rows.numel() and not has_integers(rows):
             raise TypeError  # a mask is no list of numbers, though it can be read as one
         rows = rows.to(torch.int64)
     except (TypeError, ValueError, RuntimeError):

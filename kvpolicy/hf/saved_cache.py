@@ -32,6 +32,7 @@ from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.text.formats import expanded
 from kvpolicy.text.model_identity import check_same_model
 from kvpolicy.text.tables import shorten
+from kvpolicy.text.validation import has_integers
 
 AnyCache = TypeVar("AnyCache", bound=CacheForward)
 
@@ -215,7 +216,7 @@ def _checked_tokens(tokens: Tensor | Sequence[Sequence[int]], rows: int, columns
             f"tokens must be integers in rows of equal length, [{rows}, {columns}], got "
             f"{shorten(repr(tokens))}; try tokenizer(text, return_tensors='pt').input_ids."
         ) from error
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+    if not has_integers(ids):
         raise KVPolicyTypeError(
             f"tokens must be integers, [{rows}, {columns}], got {ids.dtype}; try "
             "tokenizer(text, return_tensors='pt').input_ids."

@@ -314,3 +314,8 @@ def at_least(length: Tensor, prompt: Tensor | None) -> Tensor:
             f"prompt must be one length or one per row, got {len(prompt)} lengths for {len(length)} rows."
         )
     return torch.maximum(length, prompt)
+
+
+def has_integers(numbers: Tensor) -> bool:
+    """Whether a tensor has integers, as token ids and numbers of rows are; flags are none."""
+    return not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
