@@ -43,13 +43,17 @@ APART = (*LATENT, "mimo_v2_flash")
 """Families whose values are a part of their keys, or of another size: a codec must encode both apart."""
 
 
+FILED = ("qfilters", "triattention")
+"""Selectors whose files know the keys of one size; see `tests.conformance.calibration`."""
+
+
 def fits(family: str, selector: str, codec: str) -> bool:
     """Whether a family takes a selector and a codec; see `kvpolicy.hf.model_spec`."""
     asked = lookup(selector)[1]().statistics
     turns = any(each.undoes_rotation or isinstance(each, Moments) for each in asked)
     if family in UNREADABLE and reads_projection(selector):
         return False
-    if family in LATENT and (turns or selector == "qfilters"):
+    if (family in LATENT and turns) or (family in APART and selector in FILED):
         return False
     if codec == "turboquant":  # the reference has a matrix of one size
         return family not in APART
