@@ -114,7 +114,7 @@ def test_squared_gradients_are_those_of_the_loss() -> None:
 
 def test_gradients_do_not_depend_on_what_is_trained() -> None:
     """Adapters train some weights, and frozen models none."""
-    model = llama()
+    model: Any = llama()
     want = collect(model, windows(), fisher=True).fisher
     model.requires_grad_(False)
     with torch.inference_mode():

@@ -108,7 +108,7 @@ def test_tasks_get_what_prompts_depend_on() -> None:
         ours = evaluate.Evaluator(config.read(content | {"metadata": metadata}, "x"))
         assert ours.tasks("a").metadata == {"max_length": 4096, "enable_thinking": False, **want}
     own = evaluate.Evaluator(config.read(content | {"metadata": {"max_length": 64}}, "x"))
-    assert own.tasks("a").metadata["max_length"] == 64
+    assert dict(own.tasks("a").metadata or {})["max_length"] == 64
 
 
 @pytest.mark.parametrize("name", ["papers-ruler", "papers-ruler-16k"])
