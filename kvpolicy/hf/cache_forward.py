@@ -55,7 +55,7 @@ class CacheForward(TiledCache):
         journal: What the cache can take back.
         holds_next: Whether the next forward is added whole.
         compiles: Whether the steps of the generation that runs on it are compiled.
-        counts_columns: Whether a forward was given no positions, which then count columns, padding included.
+        counts_columns: Whether a forward was given no positions, which then count columns in most models.
         rows: Its rows if they come and go; else None.
     """
 
@@ -130,11 +130,9 @@ class CacheForward(TiledCache):
         return seen if tile is None else seen + tile.start
 
     def counts_padding(self) -> bool:
-        """Whether the rotary positions of a row are not those of its tokens alone, since they count padding."""
-        if not self.counts_columns or self.attachment.rotary is None:
-            return False
+        """Whether the positions of a row may count padding, since a forward was given none."""
         first = self.policy_layers[0]
-        return first.is_initialized and bool((first.length != first.get_seq_length()).any())
+        return self.counts_columns and first.is_initialized and bool((first.length != first.get_seq_length()).any())
 
     # a forward
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
@@ -264,8 +263,8 @@ def _announcing(cache: Cache | None) -> Generator[None]:
 def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
     """Let a model that drops its cache in the middle of a generation run the whole text on the same one.
 
-    A cache whose prompt was padded and was given no positions has counted padding, and goes on so. Only in a generation
-    whose steps are compiled, the masks of the layers are made before the step.
+    A cache whose padded prompt was given no positions goes on without them. Only in a generation whose steps are
+    compiled, the masks of the layers are made before the step.
     """
     prepare = inner.prepare_inputs_for_generation
 
@@ -281,17 +280,11 @@ def _keeping_cache(inner: Any, recent: RecentCache) -> Callable[..., Any]:
         if not any(isinstance(each, Cache) for each in inputs.values()):
             restart(given, inputs, recent.end_of(given))
             inputs |= cache_argument(inner, given)
-        elif given.counts_columns and isinstance(inputs.get("position_ids"), Tensor):
-            inputs["position_ids"] = _columns_of(inputs["position_ids"], given.get_seq_length())
+        elif given.counts_columns:
+            inputs.pop("position_ids", None)  # the model counts on as it counted the prompt
         return inputs
 
     return keeping
-
-
-def _columns_of(positions: Tensor, seen: int) -> Tensor:
-    """Positions [B, P] that go on with those of `seen` columns, padding included, as a cache has counted them."""
-    columns = torch.arange(seen, seen + positions.shape[-1], device=positions.device)
-    return columns.to(positions.dtype).expand_as(positions)
 
 
 def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:

@@ -255,17 +255,20 @@ def test_a_padded_prompt_without_positions_goes_on_as_it_was_counted(saved: bool
         torch.testing.assert_close(model(ids[:, 12:13], cache=rows).logits, step, atol=1e-5, rtol=0)
 
 
-def test_models_that_learn_positions_are_not_told_any() -> None:
-    """OPT counts its tokens by the mask."""
-    model = build("opt")
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_go_on_as_the_model_counts_them(family: str) -> None:
+    """GPT-2 counts columns, and OPT its tokens by the mask."""
+    model = build(family)
     ids, mask = make_batch([7, 12], [12, 2])
-    with torch.no_grad(), kvpolicy.attach(model, "full"):
-        how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-        want = model.generate(ids, attention_mask=mask, **how)
-        cache = PolicyCache(model)
-        model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
-        assert not cache.counts_padding()
-        got = model.generate(
-            ids, attention_mask=mask, cache=cache, max_new_tokens=3, eos_token_id=None, do_sample=False
-        )
-    assert torch.equal(got, want)
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad(), kvpolicy.attach(model, "full") as handle:
+        caches = [PolicyCache(model), PolicyCache(model)]
+        for cache in caches:
+            model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
+        with refused("must not count padding, got a cache whose padded prompt was given none"):
+            handle.rows(2, 20).put(0, caches[0].fork([0]))
+        how |= {"return_dict_in_generate": True, "output_logits": True}
+        got = model.generate(ids, attention_mask=mask, cache=caches[0], **how)
+        mask = nn.functional.pad(mask, (0, 2), value=1)
+        want = model(got.sequences[:, 12:-1], attention_mask=mask, cache=caches[1]).logits[:, 1:]
+    torch.testing.assert_close(torch.stack(got.logits, 1), want, atol=1e-5, rtol=0)
