@@ -11,15 +11,19 @@ import pytest
 import kvpolicy
 from kvpolicy.cli.app import main
 
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Run a command in a terminal of the given width; returns its output, or the one line of its error."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a line or its words in a terminal of the given width; returns the output, or the one line of the error."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def call(line: str, code: int = 0, columns: int = 80) -> str:
+    def call(line: str | list[str], code: int = 0, columns: int = 80) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(line.split()) == code
+        capsys.readouterr()  # what the test itself has printed
+        assert main(line.split() if isinstance(line, str) else line) == code
         out, err = capsys.readouterr()
         if code == 2:
             assert not out and err.startswith("kvpolicy: ") and err.count("\n") == 1
@@ -29,12 +33,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def facts(run: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+def facts(run: Run) -> Facts:
     """Run a command with `--json`; returns its facts, after checking the versions."""
 
-    def call(line: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(run(f"{line} --json"))
-        assert (found["kvpolicy"], found["format"], found["command"]) == (kvpolicy.__version__, 1, line.split()[0])
+    def call(line: str | list[str]) -> dict[str, Any]:
+        words = line.split() if isinstance(line, str) else line
+        found: dict[str, Any] = json.loads(run([*words, "--json"]))
+        command = words[: 2 if words[0] == "cache" else 1]
+        assert (found["kvpolicy"], found["command"].split()) == (kvpolicy.__version__, command)
+        assert found["format"] == 1 or command[0] == "cache"  # which has the format of the file
         return found
 
     return call

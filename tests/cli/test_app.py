@@ -19,8 +19,7 @@ from kvpolicy.cli.app import COMMANDS, EXTRAS, main, sentence
 from kvpolicy.cli.commands import cache, tiny
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
-
-Run = Callable[..., str]
+from tests.cli.conftest import Run
 
 CODE = """
 import sys
@@ -217,12 +216,9 @@ def test_every_extra_is_one_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_has_a_script(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion_has_a_script(shell: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setenv("_KVPOLICY_COMPLETE", f"source_{shell}")
-    assert main([]) == 0
-    assert f"_KVPOLICY_COMPLETE=complete_{shell}" in capsys.readouterr().out
+    assert f"_KVPOLICY_COMPLETE=complete_{shell}" in run([])
 
 
 @pytest.mark.parametrize(
@@ -241,25 +237,15 @@ def test_completion_has_a_script(
         ("ex", ["explain"]),
     ],
 )
-def test_completion(
-    line: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion(line: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setenv("_KVPOLICY_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"kvpolicy {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
-    assert main([]) == 0
-    assert capsys.readouterr().out.split() == wanted
+    assert run([]).split() == wanted
 
 
 def test_all_shipped_models_are_completed() -> None:
     assert arguments.shipped() == sorted(SHIPPED)
-
-
-def test_it_runs_as_a_module() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-m", "kvpolicy", "--version"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.startswith("kvpolicy ")
 
 
 def test_the_numpy_warning_of_pytorch_is_ignored() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from transformers import CompileConfig, GPT2Config, GPT2LMHeadModel
 import kvpolicy
 from kvpolicy.cli import measurement, model_loading
 from kvpolicy.hf import compiled_generation
+from tests.cli.conftest import Facts, Run
 
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
 FEW = "--length 100 --steps 2 --rounds 1"
 
 

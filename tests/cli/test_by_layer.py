@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.cli.app import main
 from kvpolicy.hf.identity import identity
 from kvpolicy.planning.curves import save_curves, save_layers
+from tests.cli.conftest import Facts, Run
 from tests.planning.test_tuned import draw_curves
 
 TEXT = "tiger=4821 wolf=1937 ?tiger="
-Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module", params=["layers", "curves"])
@@ -32,26 +29,23 @@ def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return f"tuned:file={file}@0.9"
 
 
-def call(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+@pytest.fixture
+def call(run: Run, facts: Facts) -> Facts:
     """The facts of a command with `--json`, after it ran without."""
-    assert main([*words]) == 0
-    assert capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return lambda *words: facts([*words]) if run([*words]) else pytest.fail("nothing is printed")
 
 
-def test_plan_and_explain(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    planned = call(capsys, "plan", "tiny", spec, "--prompt", "300", "--new", "9")
-    explained = call(capsys, "explain", spec, "--prompt", "300", "--new", "9")
+def test_plan_and_explain(spec: str, call: Facts, run: Run) -> None:
+    planned = call("plan", "tiny", spec, "--prompt", "300", "--new", "9")
+    explained = call("explain", spec, "--prompt", "300", "--new", "9")
     assert planned["policy"] == explained["policy"] == spec and explained["cache"]["total"] < explained["full_cache"]
     assert len(explained["layers"]) == 8
     words = ["explain", spec, "--prompt", "3000", "--new", "9"]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = run(words)
     head, *rows = next(block for block in text.split("\n\n") if block.startswith("layer")).splitlines()
     measured = ["distortion", "at half", "at twice"] if explained["tuned"] else []
     assert re.split("  +", head) == ["layer", "policy", "tokens", "bytes", *measured]
-    explained = call(capsys, *words)
+    explained = call(*words)
     assert [row.split()[1] for row in rows] == [layer["policy"] for layer in explained["layers"]]
     share = explained["cache"]["total"] / explained["full_cache"]
     assert re.search(rf"^Total: [^,]*, {share:.3f} of the full cache \(11.8 MiB\)\.$", text, re.MULTILINE)
@@ -60,24 +54,24 @@ def test_plan_and_explain(spec: str, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{note[0].upper()}{note[1:]}." in " ".join(text.split())
 
 
-def test_generate_and_inspect(spec: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert call(capsys, "generate", TEXT, "--policy", spec, "--least", "0", "--new", "3")["runs"][0]["policy"] == spec
-    found = call(capsys, "inspect", TEXT, "--policy", spec, "--html", str(tmp_path / "page.html"))
+def test_generate_and_inspect(spec: str, call: Facts, tmp_path: Path) -> None:
+    assert call("generate", TEXT, "--policy", spec, "--least", "0", "--new", "3")["runs"][0]["policy"] == spec
+    found = call("inspect", TEXT, "--policy", spec, "--html", str(tmp_path / "page.html"))
     assert found["policy"] == spec and len(found["layers"]) == 8
     assert spec in (tmp_path / "page.html").read_text()
 
 
-def test_bench(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = call(capsys, "bench", spec, "--length", "64", "--steps", "1", "--rounds", "1")
+def test_bench(spec: str, call: Facts) -> None:
+    found = call("bench", spec, "--length", "64", "--steps", "1", "--rounds", "1")
     assert spec in json.dumps(found)
 
 
-def test_caches(spec: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_caches(spec: str, call: Facts, tmp_path: Path) -> None:
     out = str(tmp_path / "cache.safetensors")
-    made = call(capsys, "cache", "make", TEXT, "--policy", spec, "--out", out)
-    assert made["policy"] == spec == call(capsys, "cache", "info", out)["policy"]
+    made = call("cache", "make", TEXT, "--policy", spec, "--out", out)
+    assert made["policy"] == spec == call("cache", "info", out)["policy"]
     assert bool(made["note"]) == any("snapkv" in str(one) for one in attached(spec).distinct)
-    assert call(capsys, "cache", "verify", out)["verified"]
+    assert call("cache", "verify", out)["verified"]
 
 
 def attached(spec: str) -> Policy:
@@ -105,10 +99,10 @@ def test_a_server_starts_from_a_cache_of_the_same_layers(spec: str, tmp_path: Pa
         PrefixFile(path, Policy.parse("h2o@0.2"))
 
 
-def test_list_describes_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_describes_it(run: Run, call: Facts) -> None:
     text = " ".join(run("list tuned").split())
     assert "A policy for each layer" in text and "file= The path" in text and "length=auto" in text
-    assert call(capsys, "list", "tuned")["strategies"][0]["kind"] == "policy"
+    assert call("list", "tuned")["strategies"][0]["kind"] == "policy"
     assert "Names of whole policies: tuned." in " ".join(run("list").split())
     assert "did you mean 'tuned'?" in run("list tune", 2)
 

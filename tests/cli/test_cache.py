@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -17,18 +16,17 @@ from kvpolicy.cli.app import main
 from kvpolicy.hf import cache_header
 from kvpolicy.hf.cache_file import read
 from kvpolicy.hf.saved_cache import TOKENS
+from tests.cli.conftest import Facts, Run
 
 TEXT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n" * 3
 
 
-def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_made_described_and_verified(tmp_path: Path, run: Run, facts: Facts) -> None:
     out = tmp_path / "records.safetensors"
     policy = "uniform/adakv+h2o+tokenwise@0.5"
-    assert main(["cache", "make", TEXT, "--policy", policy, "--out", str(out), "--compress", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = facts(["cache", "make", TEXT, "--policy", policy, "--out", str(out), "--compress"])
     assert made["policy"] == policy and made["note"] == "" and made["has_tokens"] and made["compressed"]
-    assert main(["cache", "info", str(out), "--json"]) == 0
-    described = json.loads(capsys.readouterr().out)
+    described = facts(["cache", "info", str(out)])
     assert {name: made[name] for name in described if name != "command"} == {
         name: value for name, value in described.items() if name != "command"
     }
@@ -43,41 +41,35 @@ def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.Ca
         more = tokenizer("?wolf=", return_tensors="pt").input_ids
         one, other = (model(more, cache=each).logits for each in (cache, loaded))
     assert torch.allclose(one, other, atol=1e-4)
-    assert main(["cache", "verify", str(out)]) == 0
-    assert "is as it was written" in capsys.readouterr().out
+    assert "is as it was written" in run(["cache", "verify", str(out)])
     out.write_bytes(out.read_bytes()[:-1])
-    assert main(["cache", "verify", str(out)]) == 2
-    assert "truncated or edited" in capsys.readouterr().err
+    assert "truncated or edited" in run(["cache", "verify", str(out)], 2)
 
 
-def test_a_file_with_loss_is_made_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_loss_is_made_and_described(tmp_path: Path, run: Run, facts: Facts) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 8)
     out = tmp_path / "records.safetensors"
     folder = tmp_path / "kvtc"
     options = ["--ratios", "8", "--tokens", "150", "--quiet"]
-    assert main(["calibrate", "kvtc", "--model", "tiny", "--text", str(text), "--out", str(folder), *options]) == 0
-    said = capsys.readouterr().out
+    said = run(["calibrate", "kvtc", "--model", "tiny", "--text", str(text), "--out", str(folder), *options])
     assert f"Use it with cache.save(path, compress='kvtc:calibration={folder}:ratio=8')" in " ".join(said.split())
     form = f"kvtc:calibration={folder}:ratio=8"
     make = ["cache", "make", "--file", str(text), "--policy", "full", "--out", str(out), "--force"]
-    assert main([*make, "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*make, "--form", form, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    plain = facts(make)
+    made = facts([*make, "--form", form])
     assert plain["form"] is None and made["form"] == form and made["file_nbytes"] < 0.8 * plain["file_nbytes"]
-    assert main(["cache", "info", str(out)]) == 0
-    assert "stored as" in (said := capsys.readouterr().out) and "with loss" in said and "format 2" in said
-    assert main(["cache", "verify", str(out)]) == 0
-    for wrong in (["--form", "gzip"], ["--form", "kvtc:ratio=x"], ["--form", form, "--compress"]):
-        assert main([*make, *wrong]) == 2
-    assert "--compress must not be given with --form" in " ".join(capsys.readouterr().err.split())
-    assert main([*make[:-2], str(folder / "tensors.safetensors"), "--force", "--form", form]) == 2
-    assert "must not be an input of the command" in " ".join(capsys.readouterr().err.split())
+    assert "stored as" in (said := run(["cache", "info", str(out)])) and "with loss" in said and "format 2" in said
+    run(["cache", "verify", str(out)])
+    for wrong in ("gzip", "kvtc:ratio=x"):
+        run([*make, "--form", wrong], 2)
+    assert "--compress must not be given with --form" in run([*make, "--form", form, "--compress"], 2)
+    over = [*make[:-2], str(folder / "tensors.safetensors"), "--force", "--form", form]
+    assert "must not be an input of the command" in run(over, 2)
 
 
 def test_what_cannot_be_written_is_refused_before_the_text_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: object, **__: object) -> None:
         raise AssertionError
@@ -89,15 +81,13 @@ def test_what_cannot_be_written_is_refused_before_the_text_is_read(
         ([*out, "--form", nowhere], "nowhere"),
         (["--out", str(tmp_path / "no" / "cache.safetensors")], "folder of a cache file must exist"),
     ):
-        assert main(["cache", "make", TEXT, *wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert said in run(["cache", "make", TEXT, *wrong], 2)
 
 
-def test_a_text_is_read_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_read_in_chunks(tmp_path: Path, facts: Facts) -> None:
     out = tmp_path / "records.safetensors"
     policy = "h2o+tokenwise@0.5"
-    assert main(["cache", "make", TEXT, "--policy", policy, "--chunk", "16", "--out", str(out), "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = facts(["cache", "make", TEXT, "--policy", policy, "--chunk", "16", "--out", str(out)])
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with kvpolicy.attach(model, policy), torch.no_grad():
@@ -112,34 +102,25 @@ def test_a_text_is_read_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(map(torch.equal, kept, chunked)) and not all(map(torch.equal, kept, at_once))
 
 
-def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, run: Run) -> None:
     out = str(tmp_path / "cache.safetensors")
-    assert main(["cache", "make", TEXT, "--policy", "snapkv@0.5", "--out", out]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(run(["cache", "make", TEXT, "--policy", "snapkv@0.5", "--out", out]).split())
     assert "may not answer another one; try uniform/adakv+kvzip" in said
-    assert main(["cache", "make", TEXT, "--policy", "streaming@0.5", "--out", out]) == 0
-    assert "another one" not in capsys.readouterr().out
+    assert "another one" not in run(["cache", "make", TEXT, "--policy", "streaming@0.5", "--out", out])
 
 
-def test_a_file_of_one_rank_says_of_which(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_of_one_rank_says_of_which(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "cache.safetensors"
-    assert main(["cache", "make", TEXT, "--policy", "window@8", "--out", str(out)]) == 0
-    assert "\n  rank" not in capsys.readouterr().out
+    assert "\n  rank" not in run(["cache", "make", TEXT, "--policy", "window@8", "--out", str(out)])
     header = cache_header.read_header(out)
     ranks = header["ranks"] | {"rank": 1, "size": 2}
     monkeypatch.setattr(cache_header, "read_header", lambda _: header | {"ranks": ranks})
-    assert main(["cache", "info", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["rank", "2", "of", "2"]
+    assert run(["cache", "info", str(out)]).splitlines()[-1].split() == ["rank", "2", "of", "2"]
 
 
-def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_none(tmp_path: Path, run: Run) -> None:
     for command in ("info", "verify"):
-        assert main(["cache", command, str(tmp_path / "nothing")]) == 2
-        assert "try creating it with kvpolicy cache make" in capsys.readouterr().err
-    assert main(["cache", "make", TEXT, "--out", str(tmp_path / "no" / "folder.safetensors")]) == 2
-    assert "folder of a cache file must exist" in capsys.readouterr().err
+        assert "try creating it with kvpolicy cache make" in run(["cache", command, str(tmp_path / "nothing")], 2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are Unicode")
@@ -166,6 +147,5 @@ def test_the_newline_at_the_end_of_a_file_is_part_of_the_text(tmp_path: Path) ->
     assert torch.equal(read(tmp_path / "cache.safetensors").tensors[TOKENS], ids)
 
 
-def test_a_text_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "make", TEXT * 40]) == 2
-    assert capsys.readouterr().err.endswith("; try a shorter prompt.\n")  # there is no --new
+def test_a_text_that_is_too_long(run: Run) -> None:
+    assert run(["cache", "make", TEXT * 40], 2).endswith("; try a shorter prompt.\n")  # there is no --new

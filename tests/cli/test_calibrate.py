@@ -14,7 +14,6 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.calibration import model_info, read_texts, token_windows
-from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
@@ -22,6 +21,7 @@ from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.selectors.center_files import CENTER_FILES
 from kvpolicy.selectors.filter_files import FILTER_FILES
 from kvpolicy.selectors.gate_files import GATE_FILES
+from tests.cli.conftest import Run
 from tests.reference.readers.labels import salience
 
 
@@ -33,41 +33,39 @@ def words(tmp_path: Path, codec: str, *more: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csr(tmp_path: Path, run: Run) -> None:
     more = ["--atoms", "16", "--epochs", "1", "--key-groups", "all", "--value-groups", "0,1-7", "--value-chunks", "1,4"]
-    assert main(words(tmp_path, "csr", *more, "--length", "128", "--windows", "2", "--tokens", "64")) == 0
-    out = capsys.readouterr().out
+    out = run(words(tmp_path, "csr", *more, "--length", "128", "--windows", "2", "--tokens", "64"))
     assert out.startswith("This takes up to ") and "keys.pre of layers 0,1,2,3,4,5,6,7: error" in out
     found = load(str(tmp_path / "out"), "csr")
     assert found.meta["model"]["name"] == "tiny"
     assert sorted(found.tensors) == ["keys.pre.0", "values.sn1.0", "values.sn1.1", "values.sn4.0", "values.sn4.1"]
 
 
-def test_kvquant(tmp_path: Path) -> None:
+def test_kvquant(tmp_path: Path, run: Run) -> None:
     more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "2"]
-    assert main(words(tmp_path, "kvquant", *more)) == 0
+    run(words(tmp_path, "kvquant", *more))
     assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
 
 
-def test_lowrank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lowrank(tmp_path: Path, run: Run) -> None:
     more = ["--fisher", "--head-groups", "2,4", "--key-spaces", "unrotated", "--length", "100", "--windows", "2"]
-    assert main(words(tmp_path, "lowrank", *more)) == 0
-    assert f"lowrank:calibration={tmp_path / 'out'}" in capsys.readouterr().out
+    assert f"lowrank:calibration={tmp_path / 'out'}" in run(words(tmp_path, "lowrank", *more))
     found = load(str(tmp_path / "out"), "lowrank")
     assert found.meta["fisher"] and found.meta["head_groups"] == [2, 4]
     for group in (2, 4):
         options: dict[str, Any] = {"key_space": "unrotated", "calibration": str(tmp_path / "out")}
         LowRank(ranks="fisher", head_group=group, **options).check(model_info(kvpolicy.tiny()[0]))
-    assert main(words(tmp_path, "lowrank", "--head-groups", "3")) == 2
-    assert "must be at least 2 and divide the 4 KV heads of the model, got 3; try 4." in capsys.readouterr().err
+    assert "must be at least 2 and divide the 4 KV heads of the model, got 3; try 4." in run(
+        words(tmp_path, "lowrank", "--head-groups", "3"), 2
+    )
 
 
-def test_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_channels(tmp_path: Path, run: Run) -> None:
     """The salience of one head is that of the slow version, and the reader takes it from the folder."""
     line = words(tmp_path, "channels", "--length", "100", "--windows", "2", "--dtype", "float32")
-    assert main(line) == 0
     out = tmp_path / "out"
-    assert f"labels:calibration={out}" in capsys.readouterr().out
+    assert f"labels:calibration={out}" in run(line)
     found = load(str(out), "channels").tensors
     assert sorted(found) == [f"salience.{layer}" for layer in range(8)]
     model, tokenizer = kvpolicy.tiny()
@@ -126,12 +124,8 @@ def vectors(model: Any, ids: Tensor, layer: int, head: int) -> tuple[list[list[l
         ("gate", "--length 2049", "must fit into 2,048 positions, got 2,049 and 0; try a smaller --length."),
     ],
 )
-def test_error_messages(
-    method: str, more: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words(tmp_path, method, *more.split())) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvpolicy: ") and message in error and error.count("\n") == 1
+def test_error_messages(method: str, more: str, message: str, tmp_path: Path, run: Run) -> None:
+    assert message in run(words(tmp_path, method, *more.split()), 2)
 
 
 FOLDERS = ("csr", "kvquant", "lowrank", "channels")
@@ -139,27 +133,24 @@ FILES = ("heads", "qfilters", "triattention", "gate")
 
 
 @pytest.mark.parametrize("method", [*FOLDERS, *FILES])
-def test_a_file_and_a_folder_in_the_place_of_each_other(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_and_a_folder_in_the_place_of_each_other(method: str, tmp_path: Path, run: Run) -> None:
     line = words(tmp_path, method, "--force")
     wanted, other = ("folder", "file") if method in FOLDERS else ("file", "folder")
     if method in FOLDERS:
         (tmp_path / "out").write_text("a file")
     else:
         (tmp_path / "out").mkdir()
-    assert main(line) == 2
-    assert f"The {wanted} to write must be a {wanted}, got the {other}" in capsys.readouterr().err
+    assert f"The {wanted} to write must be a {wanted}, got the {other}" in run(line, 2)
 
 
-def test_several_texts(tmp_path: Path) -> None:
+def test_several_texts(tmp_path: Path, run: Run) -> None:
     """As in `--text a.txt b.txt`."""
     line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "2")
     (tmp_path / "other.txt").write_text("wolf=77\n" * 90)
     line.insert(line.index("--text") + 2, str(tmp_path / "other.txt"))
-    assert main(line) == 0
+    run(line)
     line.insert(line.index("--text") + 2, str(tmp_path / "missing.txt"))
-    assert main(line) == 2
+    run(line, 2)
 
 
 def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
@@ -175,39 +166,32 @@ def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
         assert (model["name"], model["layers"], model["heads"], model["head_dim"]) == ("tiny", 8, 4, 32)
 
 
-def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads(tmp_path: Path, run: Run) -> None:
     line = words(tmp_path, "heads", "--length", "64", "--windows", "2", "--sinks", "2", "--recent", "14")
     out = line[line.index("--out") + 1]
-    assert main([*line, "--positions", "100"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = run([*line, "--positions", "100"]).splitlines()
     assert len(printed) == 9 and printed[0].startswith("layer 0: 0.")
     assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks=2@0.5"
     found = HEAD_FILES.load(out)
     assert (found.sinks, found.recent, len(found.heads)) == (2, 14, 8)
-    assert main(line) == 2
-    error = capsys.readouterr().err
-    assert "must be absent, or a calibration of the same model" in error and error.count("\n") == 1
-    assert main([*line, "--force"]) == 0
-    assert main(["plan", "tiny", f"uniform/duo:file={out}+streaming:sinks=2@0.5"]) == 0
+    assert "must be absent, or a calibration of the same model" in run(line, 2)
+    run([*line, "--force"])
+    run(["plan", "tiny", f"uniform/duo:file={out}+streaming:sinks=2@0.5"])
 
 
-def test_heads_by_the_razor_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_by_the_razor_probe(tmp_path: Path, run: Run) -> None:
     out = str(tmp_path / "out")
     line = ["calibrate", "heads", "--model", "tiny", "--probe", "razor", "--out", out, "--quiet", "--random", "99"]
     with pytest.warns(kvpolicy.KVPolicyWarning, match="No head finds the copies of 99 random tokens"):
-        assert main([*line, "--sinks", "4", "--recent", "28", "--induction", "0.24"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+        printed = run([*line, "--sinks", "4", "--recent", "28", "--induction", "0.24"]).splitlines()
     assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}:sparsity=0.75+streaming:sinks=4@0.5"
     found = HEAD_FILES.load(out)
     assert found.made is not None and (found.made["probe"], found.made["random"]) == ("razor", 99)
     assert (found.sinks, found.recent, len(found.heads)) == (4, 28, 8)
-    assert main([*line, "--text", out]) == 2
-    assert "--probe razor must have no text, got " in capsys.readouterr().err
-    assert main(["calibrate", "heads", "--model", "tiny", "--out", out]) == 2
+    assert "--probe razor must have no text, got " in run([*line, "--text", out], 2)
     error = "--probe reach must have a text, got none; try --text FILE, or --probe razor."
-    assert error in capsys.readouterr().err
-    assert main([*line, "--probe", "echo"]) == 2
-    assert "--probe must be reach or razor, got 'echo'; try reach." in capsys.readouterr().err
+    assert error in run(["calibrate", "heads", "--model", "tiny", "--out", out], 2)
+    assert "--probe must be reach or razor, got 'echo'; try reach." in run([*line, "--probe", "echo"], 2)
 
 
 TOKENS = ["--tokens", "150"]
@@ -224,13 +208,10 @@ MLP = ["--kind", "mlp", "--units", "4", "--epochs", "1"]
     ],
     ids=["qfilters", "triattention", "gate", "gate mlp"],
 )
-def test_files_of_selectors(
-    kind: str, method: str, read: Any, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_selectors(kind: str, method: str, read: Any, more: list[str], tmp_path: Path, run: Run) -> None:
     line = words(tmp_path, kind, "--length", "100", "--windows", "2", *more)
     out = line[line.index("--out") + 1]
-    assert main(line) == 0
-    *layers, last = capsys.readouterr().out.splitlines()
+    *layers, last = run(line).splitlines()
     assert last == f"Wrote {out}. Use it with {method}:file={out}@0.2"
     found = read(out)
     assert found.model is not None and found.model["name"] == "tiny"
@@ -240,15 +221,12 @@ def test_files_of_selectors(
         assert (
             len(layers) == 8 and layers[0].startswith("layer 0: ") and layers[0].endswith(" of the variance explained")
         )
-    assert main(line) == 0, "the same again"
-    assert main([*line, "--seed", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "must be absent, or a calibration of the same model" in error and error.count("\n") == 1
-    assert main([*line, "--seed", "1", "--force"]) == 0
-    assert main(["plan", "tiny", f"{method}:file={out}@0.2"]) == 0
-    assert main(["plan", "llama-3.1-8b", f"{method}:file={out}@0.2"]) == 2
-    error = capsys.readouterr().err
-    assert "made for another model (llama 'tiny', with 8 layers instead of 32)" in error and error.count("\n") == 1
+    run(line)  # the same again
+    assert "must be absent, or a calibration of the same model" in run([*line, "--seed", "1"], 2)
+    run([*line, "--seed", "1", "--force"])
+    run(["plan", "tiny", f"{method}:file={out}@0.2"])
+    other = "made for another model (llama 'tiny', with 8 layers instead of 32)"
+    assert other in run(["plan", "llama-3.1-8b", f"{method}:file={out}@0.2"], 2)
 
 
 @pytest.mark.parametrize(
@@ -259,24 +237,20 @@ def test_files_of_selectors(
         (["--repeats", "3", "--text", "none.txt"], "--repeats must not be given with --probe reach"),
     ],
 )
-def test_options_of_the_other_probe(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "out"), *more]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+def test_options_of_the_other_probe(more: list[str], message: str, tmp_path: Path, run: Run) -> None:
+    assert message in run(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "out"), *more], 2)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["channels", "triattention"])
 def test_a_path_is_expanded_and_its_spec_can_be_pasted(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     line = words(tmp_path, method, "--length", "64", "--windows", "2")
-    for _ in range(2):  # the same one is replaced
-        assert main([*line, "--out", "~/a b+c@d"]) == 0
+    said = [run([*line, "--out", "~/a b+c@d"]) for _ in range(2)][-1]  # the same one is replaced
     assert (tmp_path / "a b+c@d").exists() and not (tmp_path / "~").exists()
-    spec = capsys.readouterr().out.splitlines()[-1].split("Use it with ")[1]
+    spec = said.splitlines()[-1].split("Use it with ")[1]
     assert str(tmp_path / "a b+c@d") in str(Policy.parse(spec if "@" in spec else f"{spec}@1.0").to_dict())
-    assert main([*line[:-4], "--length", "65", "--out", "~/a b+c@d"]) == 2
-    assert "got" in capsys.readouterr().err
+    assert "got" in run([*line[:-4], "--length", "65", "--out", "~/a b+c@d"], 2)

@@ -14,6 +14,7 @@ from kvpolicy.cli.app import main
 from kvpolicy.cli.commands.compare import wilson
 from kvpolicy.tuning.evidence import reference_logits, score
 from kvpolicy.tuning.windows import Window, read_windows
+from tests.cli.conftest import Facts, Run
 
 LINES = [
     {"prompt": "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n", "question": "?lion=", "answer": "1234"},
@@ -29,17 +30,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def output(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(words) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("tile", ["none", "9"])
-def test_scores_are_those_of_the_tuner(text: Path, tile: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_are_those_of_the_tuner(text: Path, tile: str, facts: Facts) -> None:
     policies = ["full", "window@0.3", "snapkv@0.5"]
     named = [word for policy in policies for word in ("--policy", policy)]
-    found = output(["compare", "tiny", "--text", str(text), *named, "--tile", tile, "--json"], capsys)
-    assert found["command"] == "compare" and found["texts"] == 3
+    found = facts(["compare", "tiny", "--text", str(text), *named, "--tile", tile])
+    assert found["texts"] == 3
     model, tokenizer = kvpolicy.tiny()
     windows = read_windows(tokenizer, text)
     reference = reference_logits(model, windows)
@@ -62,14 +58,14 @@ def test_the_table(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 of 3 (44%-100%)" in said and "3 texts are too few to compare window@0.3 with full" in said
 
 
-def test_a_verdict_has_the_margin_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verdict_has_the_margin_of_the_command(tmp_path: Path, facts: Facts) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [LINES[0] | {"prompt": f"cat={number}\n" + LINES[0]["prompt"]} for number in range(20)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["compare", "tiny", "--text", str(path), "--policy", "full", "--policy", "window@0.3", "--json"]
+    words = ["compare", "tiny", "--text", str(path), "--policy", "full", "--policy", "window@0.3"]
     verdicts: list[str] = []
     for margin in ("0", "1000"):
-        found = output([*words, "--margin", margin], capsys)["policies"][1]["compared_with_the_first"]
+        found = facts([*words, "--margin", margin])["policies"][1]["compared_with_the_first"]
         assert found["margin"] == float(margin) and found["sentence"].startswith("window@0.3 is ")
         verdicts.append(found["verdict"])
     assert verdicts == ["worse", "as good"]
@@ -80,9 +76,9 @@ def test_json_has_no_progress(text: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-def test_one_text_has_no_interval_of_its_divergence(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--policy", "full", "--policy", "window@0.3", "--windows", "1", "--json"]
-    found = output(["compare", "tiny", "--text", str(text), *words], capsys)
+def test_one_text_has_no_interval_of_its_divergence(text: Path, facts: Facts) -> None:
+    words = ["--policy", "full", "--policy", "window@0.3", "--windows", "1"]
+    found = facts(["compare", "tiny", "--text", str(text), *words])
     assert found["texts"] == 1 and found["policies"][1]["kl_interval"] is None
     assert "compared_with_the_first" not in found["policies"][1]
 
@@ -96,57 +92,41 @@ def test_a_reference_in_tiles_is_that_of_one_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--policy", "full", "--policy", "full@1.0"], "--policy must name each policy once"),
-        (["--policy", "snapkw@0.2"], "snapkw"),
-        (["--policy", "full", "--tile", "x"], "--tile must be a number of tokens"),
-        (["--policy", "full", "--margin", "-1"], "margin must be a number from 0, got -1.0; try 0.01."),
-    ],
-)
-def test_errors(words: list[str], message: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "tiny", "--text", str(text), *words]) != 0
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("words", "answer", "message"),
     [
+        (["--policy", "full", "--policy", "full@1.0"], "1234", "--policy must name each policy once"),
+        (["--policy", "snapkw@0.2"], "1234", "snapkw"),
+        (["--policy", "full", "--tile", "x"], "1234", "--tile must be a number of tokens"),
+        (["--policy", "full", "--margin", "-1"], "1234", "margin must be a number from 0, got -1.0; try 0.01."),
         (["--policy", "full", "--policy", "full+lowrank:rank=99"], "1234", "got 99"),
         (["--policy", "full", "--tile", "none"], "1234\n" * 900, "must fit into 2,048 positions, got "),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_measured(
-    words: list[str],
-    answer: str,
-    message: str,
-    text: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_errors(
+    words: list[str], answer: str, message: str, text: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything is measured."""
     text.write_text(json.dumps({"prompt": "tiger=4821\n?tiger=", "answer": answer}))
     monkeypatch.setattr("kvpolicy.tuning.evidence.reference_logits", lambda *_: pytest.fail("is measured"))
-    assert main(["compare", "tiny", "--text", str(text), *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in run(["compare", "tiny", "--text", str(text), *words], 2)
 
 
-def test_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": 3}\n')
-    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) != 0
-    assert "must have a text as its prompt, got int." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["mine.jsonl", "mine.txt"])
-def test_a_misspelled_key_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / name
-    path.write_text(json.dumps({"prompt": "a=1\n", "questions": "?a=", "answer": "1", "id": 3}) + "\n")
-    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
-    said = capsys.readouterr().err
-    assert "must have keys among prompt, question, answer, id, task, got 'questions'; did you mean 'question'?" in said
-    path.write_text(json.dumps({"prompt": "a=1\n", "answers": "1"}) + "\n")
-    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) == 2
-    assert "got 'answers'; did you mean 'answer'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": 3}, "must have a text as its prompt, got int."),
+        (
+            {"answers": "1"},
+            "must have keys among prompt, question, answer, id, task, got 'answers'; did you mean",
+        ),
+        ({"questions": "?a=", "answer": "1", "id": 3}, "got 'questions'; did you mean 'question'?"),
+    ],
+)
+def test_wrong_lines_are_refused(line: dict[str, Any], message: str, tmp_path: Path, run: Run) -> None:
+    names = ["mine.jsonl"] if line == {"prompt": 3} else ["mine.jsonl", "mine.txt"]  # which would be plain text
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"prompt": "a=1\n"} | line) + "\n")
+        assert message in run(["compare", "tiny", "--text", str(tmp_path / name), "--policy", "full"], 2)
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (3, 7)])

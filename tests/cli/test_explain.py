@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpolicy import registry
-from kvpolicy.cli.app import main
 from kvpolicy.cli.explanation import _per_layer
 from kvpolicy.selectors.window import SlidingWindow
+from tests.cli.conftest import Facts, Run
 from tests.conformance.policies import ALLOCATORS, CODECS, COMPARING, GROUPING, MERGERS, RANKED, SELECTORS
 from tests.sampling import each_once
-
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
 
 
 def output(run: Run, line: str) -> str:
@@ -173,6 +169,5 @@ def test_error_messages(line: str, message: str, run: Run) -> None:
     assert message in run(f"explain {line}", 2)
 
 
-def test_an_empty_policy_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", ""]) == 2
-    assert "must not be empty, got ''; try a spec such as 'snapkv@0.2'." in capsys.readouterr().err
+def test_an_empty_policy_is_no_model(run: Run) -> None:
+    assert "must not be empty, got ''; try a spec such as 'snapkv@0.2'." in run(["explain", ""], 2)

@@ -19,11 +19,9 @@ from kvpolicy.cli.app import main
 from kvpolicy.cli.generation import GeneratedText, TextPrinter, TimedStreamer, first_difference
 from kvpolicy.cli.model_loading import prompt_notes, read_prompt, sample
 from kvpolicy.hf import compiled_generation
+from tests.cli.conftest import Facts, Run
 from tests.counting_model import ANSWER, WORDS, counting_model
 from tests.counting_model import PROMPT as QUESTION
-
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
 POLICY = "streaming:sinks=1@0.3"
@@ -140,13 +138,6 @@ def test_sources_of_the_prompt(tmp_path: Path, piped: Callable[[bytes], None]) -
     for words in ((None, None), ("-", None), (None, "-")):
         piped("é=1\n\n".encode())
         assert read_prompt(*words, "other") == ("é=1\n", False)
-
-
-def test_standard_input(
-    piped: Callable[[bytes], None], tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    piped(f"{PROMPT}\n".encode())
-    assert generate(["--policy", "full", "--new", "4"], capsys)[0] == wanted(tiny, PROMPT, "full", 4)[0] + "\n"
 
 
 def test_the_built_in_sample(piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:

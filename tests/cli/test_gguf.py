@@ -15,6 +15,7 @@ from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
 from kvpolicy.hf import embedded
 from kvpolicy.hf.embedded import checkpoint_of
+from tests.cli.conftest import Run
 
 HEAD_DIM = 16
 
@@ -57,27 +58,21 @@ def test_both_loaders_are_given_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked == [(str(tmp_path), "small.gguf")] * 2
 
 
-def test_without_the_package_it_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     path = tmp_path / "small.gguf"
     path.write_bytes(b"GGUF")
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     for words in (["generate", "a", "--gguf", str(path)], ["plan", str(path)], ["bench", "full", "--model", str(path)]):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert said == (
-            "kvpolicy: A GGUF file needs the package gguf, which is not installed; run pip install 'kvpolicy[gguf]'.\n"
-        )
+        said = run(words, 2)
+        assert "A GGUF file needs the package gguf, which is not installed; run pip install 'kvpolicy[gguf]'." in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the extra gguf")
-def test_a_file_generates_and_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_generates_and_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Run) -> None:
     path = written(tmp_path / "small.gguf")
     assert main(["generate", "the quick brown fox", "--gguf", str(path), "--policy", "window@0.5", "--new", "4"]) == 0
     assert "kept" in capsys.readouterr().err
-    assert main(["plan", str(path), "window@0.5", "--prompt", "100", "--new", "4"]) == 0
-    assert "window@0.5" in capsys.readouterr().out
+    assert "window@0.5" in run(["plan", str(path), "window@0.5", "--prompt", "100", "--new", "4"])
     model, tokenizer = load(str(path))
     assert model.config.num_hidden_layers == 2 and tokenizer("a b").input_ids
 

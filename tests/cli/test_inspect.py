@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import html
-import html.parser
 import io
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +19,20 @@ from kvpolicy.cli.generation import held
 from kvpolicy.cli.inspection import MARKS, inspect_prompt
 from kvpolicy.cli.inspection_html import page
 from kvpolicy.reporting.token_spans import level
+from tests.cli.conftest import Facts, Run
 from tests.conformance.models import build
-
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
+from tests.html_pages import Page
 
 PROMPT = "\n".join(
     ["def f(x):", "    # tiger=4821 and a few words more", '    return x + 1  # <b>"a"</b> & more', "", "", "?tiger="]
 )
 POLICY = "squeeze+snapkv@0.4"
+LOOK = ["inspect", PROMPT, "--policy", POLICY]
 
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any]:
     return kvpolicy.tiny()
-
-
-def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    assert main(["inspect", PROMPT, *words]) == 0
-    return capsys.readouterr()
 
 
 def cache_of(tiny: tuple[Any, Any], policy: str) -> Any:
@@ -86,15 +78,8 @@ def test_generated_tokens(facts: Facts) -> None:
 
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("columns", [60, 120])
-def test_marks_below_the_text(
-    columns: int,
-    layer: int | None,
-    tiny: tuple[Any, Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    out, _ = look(capsys, "--policy", POLICY, *([] if layer is None else ["--layer", str(layer)]))
+def test_marks_below_the_text(columns: int, layer: int | None, tiny: tuple[Any, Any], run: Run) -> None:
+    out = run([*LOOK, *([] if layer is None else ["--layer", str(layer)])], columns=columns)
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= columns
     lines = out[out.index("<s>") :].splitlines()
     marks = "".join(mark.ljust(len(text)) for text, mark in zip(lines[::2], [*lines[1::2], ""], strict=False))
@@ -110,16 +95,16 @@ def test_marks_below_the_text(
     assert marks == wanted and len(set(marks)) > 2
 
 
-def test_colors_if_the_terminal_has_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_if_the_terminal_has_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    out, _ = look(capsys, "--policy", POLICY)
+    out = run(LOOK)
     assert "\x1b[" in out and "Marks:" not in out
     assert re.sub(r"\x1b\[[0-9;]*m", "", out).replace("↵\n", "↵").endswith("?tiger=\n")
     monkeypatch.setenv("NO_COLOR", "1")
-    out, _ = look(capsys, "--policy", POLICY)
+    out = run(LOOK)
     assert "\x1b" not in out and "Marks:" in out
 
 
@@ -133,39 +118,9 @@ def test_characters_that_the_output_cannot_encode(command: str, monkeypatch: pyt
     assert ("####" in text and "?tiger=" in text) if command == "inspect" else text.endswith("\n")
 
 
-class Page(html.parser.HTMLParser):
-    """The tokens of a page, its references, and its tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tokens: list[dict[str, str]] = []
-        self.refers: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.ids: Counter[str] = Counter()
-        self.shown = ""
-        self._inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.tags[tag] += 1
-        self.ids.update([found["id"]] if "id" in found else [])
-        self.refers += [found[name] for name in ("href", "src", "xlink:href", "action", "data") if name in found]
-        self._inside = "data-k" in found
-        if self._inside:
-            self.tokens.append(found)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = self._inside and tag != "span"
-
-    def handle_data(self, data: str) -> None:
-        self.shown += data if self._inside else ""
-
-
-def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, run: Run) -> None:
     path = tmp_path / "page.html"
-    out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
-    assert str(path) in out
+    assert str(path) in run([*LOOK, "--html", str(path)])
     text = path.read_text(encoding="utf-8")
     found = Page(text)
     cache = cache_of(tiny, POLICY)
@@ -173,14 +128,14 @@ def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsy
     assert all(ref.startswith(("#", "data:")) for ref in found.refers)
     assert {ref[1:] for ref in found.refers if ref[0] == "#"} <= set(found.ids)
     assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
-    assert max(found.ids.values()) == 1
+    assert len(found.ids) == len({*found.ids})
     said = {name: html.unescape(value) for name, value in re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text)}
     assert [*said][:3] == ["kept", "bytes", "importance"]
     assert said["bytes"] == held(cache.nbytes, cache.full_nbytes)
     assert "fill: currentColor" in text and "#222222" not in text  # the ink of plots on paper
     assert found.tags["svg"] == 3 and found.tags["b"] == 0 and found.tags["script"] == 1
     assert found.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
-    for position, token in enumerate(found.tokens):
+    for position, token in enumerate(found.spans):
         shares = [sum(position in head for head in slots.positions[0].tolist()) / 4 for slots in cache.policy_layers]
         assert token["data-k"] == "".join(str(level(share)) for share in (sum(shares) / 8, *shares))
         assert token["class"] == f"t k{token['data-k'][0]}"
@@ -211,17 +166,15 @@ def test_the_plot_has_every_layer_of_a_hybrid_model(
     assert [[None if value != value else value for value in row] for row in given] == wanted
 
 
-def test_the_page_without_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_without_matplotlib(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "page.html"
-    look(capsys, "--policy", POLICY, "--html", str(path))
+    run([*LOOK, "--html", str(path)])
     found = Page(path.read_text(encoding="utf-8"))
     assert found.tags["svg"] == 0 and "pip install 'kvpolicy[plots]'" in path.read_text(encoding="utf-8")
-    assert len(found.tokens) > 20
+    assert len(found.spans) > 20
 
 
 @pytest.mark.parametrize(

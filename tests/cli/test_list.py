@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 
 from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
 from kvpolicy.text import grammar
-
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
+from tests.cli.conftest import Facts, Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from kvpolicy.cli.app import app, main
 from kvpolicy.hf.cache_header import read_header
 from kvpolicy.text.output import check_output
 from kvpolicy_eval import cli as eval_cli
+from tests.cli.conftest import Run
 
 READ = {"file", "text", "more", "model", "prefix", "gguf"}
 """Parameters with the metavar FILE or DIR that are read; every other one is written."""
@@ -63,9 +64,7 @@ def test_the_commands_that_write_are_found() -> None:
 
 
 @pytest.mark.parametrize("path,command,option", list(_outputs()))
-def test_nothing_of_a_user_is_lost(
-    path: tuple[str, ...], command: Any, option: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_of_a_user_is_lost(path: tuple[str, ...], command: Any, option: Any, tmp_path: Path, run: Run) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     folder = tmp_path / "out"
@@ -74,16 +73,14 @@ def test_nothing_of_a_user_is_lost(
     for name in names:
         (folder / name).write_bytes(MINE)
     for where in [folder] if option.metavar != "FILE" else [folder / "mine.txt"]:
-        assert main(_line(path, command, option, text, where)) == 2
-        said = capsys.readouterr().err
+        said = run(_line(path, command, option, text, where), 2)
         assert "must be absent, " in said and "; try another file, or --force to replace it." in said
-        assert said.count("\n") == 1
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == dict.fromkeys(names, MINE)
 
 
 @pytest.mark.parametrize("path,command,option", list(_outputs()))
 def test_no_input_is_replaced_with_or_without_force(
-    path: tuple[str, ...], command: Any, option: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: tuple[str, ...], command: Any, option: Any, tmp_path: Path, run: Run
 ) -> None:
     text = tmp_path / ("text.txt" if option.metavar == "FILE" else "calibration.json")
     text.write_text(TEXT)
@@ -91,33 +88,32 @@ def test_no_input_is_replaced_with_or_without_force(
     link.symlink_to(text)
     for where in [text, link] if option.metavar == "FILE" else [tmp_path]:
         for more in ([], ["--force"]):
-            assert main(_line(path, command, option, text, where, *more)) == 2
-            assert "must not be an input of the command" in capsys.readouterr().err
+            assert "must not be an input of the command" in run(_line(path, command, option, text, where, *more), 2)
     assert text.read_text() == TEXT and {each.name for each in tmp_path.iterdir()} == {text.name, "link"}
 
 
 @pytest.mark.skipif(not Path("/dev/null").is_char_device(), reason="there is no such device")
-def test_no_device_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "make", TEXT, "--out", "/dev/null", "--force"]) == 2
-    assert "must be a file, got the device '/dev/null'" in capsys.readouterr().err
+def test_no_device_is_replaced(run: Run) -> None:
+    make = ["cache", "make", TEXT, "--out", "/dev/null", "--force"]
+    assert "must be a file, got the device '/dev/null'" in run(make, 2)
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_file_of_the_same_kind_is_replaced_and_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_file_of_the_same_kind_is_replaced_and_a_link_stays_one(tmp_path: Path, run: Run) -> None:
     page = tmp_path / "page.html"
     inspect = ["inspect", TEXT, "--policy", "window@0.5", "--no-importance", "--html"]
-    assert main([*inspect, str(page)]) == 0
-    assert main([*inspect, str(page)]) == 0
+    run([*inspect, str(page)])
+    run([*inspect, str(page)])
     cache = tmp_path / "cache.safetensors"
     make = ["cache", "make", TEXT, "--out"]
-    assert main([*make, str(cache), "--policy", "window@0.5"]) == 0
+    run([*make, str(cache), "--policy", "window@0.5"])
     link = tmp_path / "link.safetensors"
     link.symlink_to(cache)
-    assert main([*make, str(link), "--policy", "window@0.25"]) == 0
+    run([*make, str(link), "--policy", "window@0.25"])
     assert link.is_symlink() and read_header(cache)["spec"] == "window@0.25"
-    assert main([*inspect, str(cache)]) == 2  # a saved cache is no page
-    assert main([*make, str(page)]) == 2
-    assert main([*make, str(page), "--policy", "window@0.5", "--force"]) == 0
+    run([*inspect, str(cache)], 2)  # a saved cache is no page
+    run([*make, str(page)], 2)
+    run([*make, str(page), "--policy", "window@0.5", "--force"])
     assert read_header(page)["spec"] == "window@0.5"
     assert {each.name for each in tmp_path.iterdir()} == {"page.html", "cache.safetensors", "link.safetensors"}
 
@@ -131,17 +127,16 @@ def test_a_file_of_the_same_kind_is_replaced_and_a_link_stays_one(tmp_path: Path
     ],
 )
 def test_names_at_which_no_file_can_be(
-    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    assert main(["cache", "make", "a", "--policy", "full", "--out", out]) == 2
-    assert message in capsys.readouterr().err
+    assert message in run(["cache", "make", "a", "--policy", "full", "--out", out], 2)
     assert {each.name for each in tmp_path.iterdir()} == {"loop"}
 
 
 def test_a_folder_that_is_read_only_is_told_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """Also the folder above one that would be made."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
@@ -155,19 +150,17 @@ def test_a_folder_that_is_read_only_is_told_before_anything_is_computed(
         ["calibrate", "channels", "--model", "tiny", "--text", str(text), "--out", "new/channels"],
         ["calibrate", "kvquant", "--model", "tiny", "--text", str(text), "--out", "kvquant"],
     ):
-        assert main([*words[:-1], str(tmp_path / words[-1])]) == 2
-        assert "folder that can be written to, got" in capsys.readouterr().err, words
+        assert "folder that can be written to, got" in run([*words[:-1], str(tmp_path / words[-1])], 2), words
     assert [each.name for each in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_files_of_a_policy_are_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_policy_are_inputs(tmp_path: Path, run: Run) -> None:
     from kvpolicy.allocators.profile import save_profile
 
     profile = tmp_path / "profile.json"
     save_profile(profile, "tiny", [0.5] * 8)
     line = ["cache", "make", TEXT, "--policy", f"squeeze:profile={profile}+window@0.5", "--out", str(profile)]
-    assert main([*line, "--force"]) == 2
-    assert "must not be an input of the command" in capsys.readouterr().err
+    assert "must not be an input of the command" in run([*line, "--force"], 2)
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

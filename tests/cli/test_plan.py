@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,18 @@ import torch
 from transformers import DeepseekV3Config
 
 import kvpolicy
-from kvpolicy.cli.app import main
 from kvpolicy.hf.embedded import config_of
+from tests.cli.conftest import Facts, Run
 
 POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
 
 NONE = "No row fits in {} GiB with a headroom of 1 GiB"
 
 
-def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(line.split()) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("name", "tp"), [("llama-2-70b", 4), ("mixtral-8x7b", 2), ("tiny", 4), ("gpt-oss-20b", 1)])
-def test_json_is_the_plan(name: str, tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_plan(name: str, tp: int, facts: Facts) -> None:
     line = f"plan {name} {POLICY} --batch 2 --prompt 2k --new 64 --chunk 512 --tp {tp} --backend hf --memory 40GiB"
-    found = json.loads(output(f"{line} --json", capsys))
+    found = facts(line)
     sizes: dict[str, Any] = {"batch": 2, "prompt": 2048, "new": 64, "tp": tp, "chunk": 512}
     plan = kvpolicy.plan(config_of(name), POLICY, **sizes, dtype=torch.bfloat16, backend="hf")
     assert plan.weights is not None
@@ -44,8 +38,8 @@ def test_json_is_the_plan(name: str, tp: int, capsys: pytest.CaptureFixture[str]
     assert (found["memory"], found["policy"]) == (40 * 2**30, POLICY)
 
 
-def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = output("plan llama-3-70b snapkv@0.2 --tp 8", capsys).splitlines()
+def test_the_text(run: Run) -> None:
+    lines = run("plan llama-3-70b snapkv@0.2 --tp 8").splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "model   llama-3-70b in bfloat16, on each of 8 ranks (deepspeed)"
     assert lines[5].split() == ["0-79", "819", "819", "0", "416", "KiB", "0.162"]
@@ -70,90 +64,97 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
         "--memory 81920MiB --prompt 4,096 --new 1_024",
     ],
 )
-def test_other_ways_to_write_the_same(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(f"plan LLAMA-3-70b snapkv@20% {line}".replace("LLAMA", "llama"), capsys) == output(
-        "plan llama-3-70b snapkv@0.2 --prompt 4096", capsys
-    )
+def test_other_ways_to_write_the_same(line: str, run: Run) -> None:
+    assert run(f"plan llama-3-70b snapkv@20% {line}") == run("plan llama-3-70b snapkv@0.2 --prompt 4096")
 
 
-def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(output("plan llama-3-70b", capsys).split())
+def test_weights_that_do_not_fit(run: Run) -> None:
+    text = " ".join(run("plan llama-3-70b").split())
     assert f"{NONE.format(80)}: the weights alone take 131 GiB; use more ranks (--tp) or more memory." in text
 
 
-def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_does_not_fit_while_it_is_prefilled(run: Run, facts: Facts) -> None:
     """A long prompt on a card of 24 GiB, whose compressed cache would fit."""
     line = "plan llama-3.1-8b snapkv@20% --prompt 128k --new 0 --memory 24 --dtype bf16"
-    found = json.loads(output(f"{line} --json", capsys))
+    found = facts(line)
     assert found["weights"]["total"] + found["cache"]["total"] < 24 * 2**30 < found["peak"]["prefill"]["policy"]
     assert found["largest_batch"]["policy"] == 0
-    text = " ".join(output(line, capsys).split())
+    text = " ".join(run(line).split())
     # A tile of 16,384 has a peak of 23.7 GiB, of which the context of the device leaves too little.
     assert f"{NONE.format(24)} while its prompt is prefilled; with --tile 1024," in text
-    tiled = json.loads(output(f"{line} --tile 1024 --json", capsys))
+    tiled = facts(f"{line} --tile 1024")
     assert tiled["largest_batch"]["policy"] == 1 and tiled["peak"]["prefill"]["policy"] <= 23 * 2**30
-    text = " ".join(output(f"{line} --headroom 0", capsys).split())
+    text = " ".join(run(f"{line} --headroom 0").split())
     assert "No row fits in 24 GiB while its prompt is prefilled; with --tile 16384, the peak is 23.7 GiB." in text
-    text = " ".join(output(f"{line} --memory 22".replace("--memory 24", ""), capsys).split())
+    text = " ".join(run(f"{line} --memory 22".replace("--memory 24", "")).split())
     assert "with --chunk 16384, the peak is 20.1 GiB. Chunks may keep other tokens." in text
-    chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
+    chunked = facts(f"{line} --chunk 16k")
     assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24 * 2**30
 
 
-def test_headroom_is_part_of_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+def test_headroom_is_part_of_the_sum(run: Run, facts: Facts) -> None:
     line = "plan llama-3.1-8b snapkv@0.2 --prompt 4096 --memory 40"
-    found = json.loads(output(f"{line} --json", capsys))
+    found = facts(line)
     assert found["headroom"] == 2**30 and found["memory"] == 40 * 2**30
-    less = json.loads(output("plan llama-3.1-8b snapkv@0.2 --prompt 4096 --memory 39 --headroom 0GiB --json", capsys))
+    less = facts("plan llama-3.1-8b snapkv@0.2 --prompt 4096 --memory 39 --headroom 0GiB")
     assert less["headroom"] == 0 and found["largest_batch"] == less["largest_batch"] and found["tune"] == less["tune"]
-    assert re.search(r"^headroom +2 GiB +2 GiB$", output(f"{line} --headroom 2GiB", capsys), re.MULTILINE)
+    assert re.search(r"^headroom +2 GiB +2 GiB$", run(f"{line} --headroom 2GiB"), re.MULTILINE)
 
 
-def test_a_cache_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(output("plan llama-3.1-8b full --prompt 128k --memory 24", capsys).split())
+def test_a_cache_that_does_not_fit(run: Run) -> None:
+    text = " ".join(run("plan llama-3.1-8b full --prompt 128k --memory 24").split())
     assert f"{NONE.format(24)}: the weights take 15 GiB, and the cache of a row 16.3 GiB;" in text
-    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 24", capsys).split())
+    text = " ".join(run("plan llama-3.1-8b kvzip --prompt 64k --memory 24").split())
     assert f"{NONE.format(24)} while its prompt is prefilled, in any tiles or chunks; use a shorter prompt" in text
 
 
-def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = output("plan", capsys).splitlines()
+def test_defaults(run: Run) -> None:
+    lines = run("plan").splitlines()
     assert lines[:2] == ["model   tiny in bfloat16, on one rank", "policy  squeeze+kvcrush@0.2"]
     assert any(line.startswith("Layers are shown with equal budgets") for line in lines)
 
 
-def test_the_middle_of_a_long_table_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = output("plan llama-2-70b pyramid+window@0.2", capsys).splitlines()
+def test_the_middle_of_a_long_table_is_left_out(run: Run, facts: Facts) -> None:
+    lines = run("plan llama-2-70b pyramid+window@0.2").splitlines()
     assert [line.split()[0] for line in lines[5:22]] == [*map(str, range(8)), "64", *map(str, range(72, 80))]
     assert "64 more" in lines
-    whole = json.loads(output("plan llama-2-70b pyramid+window@0.2 --json", capsys))
+    whole = facts("plan llama-2-70b pyramid+window@0.2")
     assert len(whole["layers"]) == 80
     assert sum(layer["bytes"]["total"] for layer in whole["layers"]) == whole["cache"]["total"]
 
 
-def test_unmanaged_layers_are_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmanaged_layers_are_in_the_table(tmp_path: Path, run: Run) -> None:
     from transformers import Gemma2Config
 
     Gemma2Config(num_hidden_layers=4, sliding_window=64).save_pretrained(tmp_path)
-    text = output(f"plan {tmp_path} snapkv@0.2", capsys)
+    text = run(f"plan {tmp_path} snapkv@0.2")
     lines = [line.split() for line in text.splitlines() if line.startswith(("0, 2", "1, 3"))]
     assert [line[2] for line in lines] == ["unmanaged", "819"]
     assert lines[0][-1] == "KiB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
 
 
-def test_calibrated_tensors_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output("plan tiny csr", capsys)
-    assert "calibrated tensors" in text
-    assert "on one rank" in text
+def test_calibrated_tensors_are_counted(run: Run) -> None:
+    assert "calibrated tensors" in run("plan tiny csr")
 
 
-def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_and_a_file(tmp_path: Path, run: Run) -> None:
     config_of("mixtral-8x7b").save_pretrained(tmp_path)
     shipped, *stored = (
-        output(f"plan {model} full --tp 2", capsys).partition("\npolicy ")[2]  # without the model, which may be wrapped
+        run(f"plan {model} full --tp 2").partition("\npolicy ")[2]  # without the model, which may be wrapped
         for model in ("mixtral-8x7b", tmp_path, tmp_path / "config.json")
     )
     assert shipped and stored == [shipped, shipped]
+
+
+CONFIGS = {
+    "gpt2": '{"model_type": "gpt2"}',
+    "vit": '{"model_type": "vit"}',
+    "odd": '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}',
+    "bad": "{",
+    "heads": '{"model_type": "llama", "num_attention_heads": 0}',
+    "groups": '{"model_type": "llama", "num_key_value_heads": 0}',
+    "act": '{"model_type": "llama", "hidden_act": "nope"}',
+}
 
 
 @pytest.mark.parametrize(
@@ -199,29 +200,16 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
     ],
 )
-def test_error_messages(
-    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "vit.json").write_text('{"model_type": "vit"}')
-    (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}')
-    (tmp_path / "bad.json").write_text("{")
-    (tmp_path / "heads.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
-    (tmp_path / "groups.json").write_text('{"model_type": "llama", "num_key_value_heads": 0}')
-    (tmp_path / "act.json").write_text('{"model_type": "llama", "hidden_act": "nope"}')
-    assert main(["plan", *line.replace("FOLDER", str(tmp_path)).split()]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("kvpolicy: ") and message in error
-    assert "\n" not in error
+def test_error_messages(line: str, message: str, tmp_path: Path, run: Run) -> None:
+    for name, config in CONFIGS.items():
+        (tmp_path / f"{name}.json").write_text(config)
+    assert message in run(f"plan {line.replace('FOLDER', str(tmp_path))}", 2)
 
 
 @pytest.mark.parametrize(("backend", "name"), [("deepspeed", "llama-2-70b"), ("hf", "llama-2-70b"), ("hf", "phi-4")])
-def test_a_full_cache_on_several_ranks_is_the_whole_of_itself(
-    backend: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_cache_on_several_ranks_is_the_whole_of_itself(backend: str, name: str, run: Run) -> None:
     """Also where the plan of transformers divides no heads, as that of phi-4."""
-    lines = output(f"plan {name} full --tp 2 --backend {backend}", capsys).splitlines()
+    lines = run(f"plan {name} full --tp 2 --backend {backend}").splitlines()
     row, total = (line.split() for line in lines if line.startswith(("0-", "cache, fraction of full")))
     assert row[-1] == total[-2] and 1 < float(row[-1]) < 1.02  # with its positions
 
@@ -235,24 +223,23 @@ def test_a_full_cache_on_several_ranks_is_the_whole_of_itself(
         ("--prompt 4096 --memory 48 --tp 2", ""),
     ],
 )
-def test_tune_is_recommended_where_it_fits(line: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(output(f"plan llama-3.1-8b snapkv@0.2 {line}", capsys).split())
+def test_tune_is_recommended_where_it_fits(line: str, command: str, run: Run, facts: Facts) -> None:
+    text = " ".join(run(f"plan llama-3.1-8b snapkv@0.2 {line}").split())
     assert f"{command} finds a policy for each layer" in text or not command
     assert ("kvpolicy tune" in text) == bool(command)
-    assert json.loads(output(f"plan llama-3.1-8b snapkv@0.2 {line} --json", capsys))["tune"] == command
+    assert facts(f"plan llama-3.1-8b snapkv@0.2 {line}")["tune"] == command
 
 
-def test_prompts_that_wait_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "plan llama-3.1-8b kvzip+tokenwise:bits=4@0.2 --prompt 64k --tile 4096 --json"
-    plain, coded = (json.loads(output(line + more, capsys)) for more in ("", " --hold-codes"))
+def test_prompts_that_wait_in_codes(run: Run, facts: Facts) -> None:
+    line = "plan llama-3.1-8b kvzip+tokenwise:bits=4@0.2 --prompt 64k --tile 4096"
+    plain, coded = (facts(line + more) for more in ("", " --hold-codes"))
     assert coded["hold_codes"] and not plain["hold_codes"]
     assert coded["peak"]["prefill"]["policy"] < plain["peak"]["prefill"]["policy"] - 4 * 2**30
-    assert "waiting in codes" in output(line.replace(" --json", " --hold-codes"), capsys)
-    assert main(["plan", "tiny", "kvzip@0.2", "--hold-codes"]) == 2
-    assert "for hold='codes', got" in capsys.readouterr().err
+    assert "waiting in codes" in run(f"{line} --hold-codes")
+    assert "for hold='codes', got" in run("plan tiny kvzip@0.2 --hold-codes", 2)
 
 
-def test_tune_is_not_recommended_for_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_is_not_recommended_for_latent_attention(tmp_path: Path, facts: Facts) -> None:
     config = DeepseekV3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
     config.save_pretrained(tmp_path)
-    assert json.loads(output(f"plan {tmp_path} window@0.2 --prompt 256 --memory 900 --json", capsys))["tune"] == ""
+    assert facts(f"plan {tmp_path} window@0.2 --prompt 256 --memory 900")["tune"] == ""

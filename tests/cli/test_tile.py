@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvpolicy.cli.app import main
 from kvpolicy.hf.cache_file import read
+from tests.cli.conftest import Facts, Run
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
-
-
-def output(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -36,19 +30,19 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_generate(capsys: pytest.CaptureFixture[str], sizes: list[int]) -> None:
+def test_generate(facts: Facts, sizes: list[int]) -> None:
     texts: list[str] = []
     for tile in ("16", "none"):
-        found = output(["generate", PROMPT, "--policy", "snapkv@0.5", "--new", "5", "--tile", tile], capsys)
+        found = facts(["generate", PROMPT, "--policy", "snapkv@0.5", "--new", "5", "--tile", tile])
         texts.append(found["runs"][0]["text"])
         assert (max(sizes) <= 16) == (tile == "16")
     assert texts[0] == texts[1]
 
 
-def test_cache_make(tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: list[int]) -> None:
+def test_cache_make(tmp_path: Path, facts: Facts, sizes: list[int]) -> None:
     for tile in ("16", "auto"):
         out = ["--out", str(tmp_path / tile)]
-        output(["cache", "make", PROMPT, "--policy", "snapkv@0.5", "--tile", tile, *out], capsys)
+        facts(["cache", "make", PROMPT, "--policy", "snapkv@0.5", "--tile", tile, *out])
         assert (max(sizes) <= 16) == (tile == "16")
     tiled, whole = (read(tmp_path / name).tensors for name in ("16", "auto"))
     assert all(torch.equal(tiled[name], whole[name]) for name in whole if name.endswith("positions"))
@@ -57,12 +51,13 @@ def test_cache_make(tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: l
 @pytest.mark.parametrize(
     "words", [["inspect", PROMPT, "--policy", "h2o@0.5"], ["bench", "h2o@0.5", "--length", "64", "--rounds", "1"]]
 )
-def test_other_commands(words: list[str], capsys: pytest.CaptureFixture[str], sizes: list[int]) -> None:
-    output([*words, "--tile", "16"], capsys)
+def test_other_commands(words: list[str], facts: Facts, sizes: list[int]) -> None:
+    facts([*words, "--tile", "16"])
     assert 16 in sizes
 
 
 @pytest.mark.parametrize("command", [["generate"], ["cache", "make"], ["inspect"], ["bench"], ["serve"]])
-def test_a_wrong_size(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--tile", "huge"]) != 0
-    assert "--tile must be a number of tokens, auto or none, got 'huge'; try 4096." in capsys.readouterr().err
+def test_a_wrong_size(command: list[str], run: Run) -> None:
+    assert "--tile must be a number of tokens, auto or none, got 'huge'; try 4096." in run(
+        [*command, "--tile", "huge"], 2
+    )

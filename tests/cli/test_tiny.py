@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpolicy
-from kvpolicy.cli.app import main
-
-Run = Callable[..., str]
-Facts = Callable[..., dict[str, Any]]
+from tests.cli.conftest import Facts, Run
 
 
 def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
@@ -32,7 +28,7 @@ def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
     scope: dict[str, Any] = {}
     exec(found["load"], scope)
     assert scope["model"].config.hidden_size == found["shape"]["hidden"]
-    assert main(["tiny"]) == 0
+    run(["tiny"])
 
 
 def test_facts_are_those_of_the_model_card(facts: Facts) -> None:

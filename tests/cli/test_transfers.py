@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,21 +9,16 @@ import torch
 
 import kvpolicy
 from kvpolicy import KVPolicyError
-from kvpolicy.cli.app import main
 from kvpolicy.cli.layer_table import parse_rate, transfer_facts, transfer_text
+from tests.cli.conftest import Facts, Run
 
 POLICY = "full+quest:read=256:host=true"
 SIZES: dict[str, Any] = {"prompt": 8192, "new": 64, "dtype": torch.bfloat16}
 LINE = "llama-3.1-8b --prompt 8192 --new 64 --link 25GB/s"
 
 
-def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(line.split()) == 0
-    return capsys.readouterr().out
-
-
-def test_json_has_both_places_and_the_times(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(output(f"plan {LINE} --bandwidth 2TB/s --json".replace("8b", f"8b {POLICY}"), capsys))
+def test_json_has_both_places_and_the_times(facts: Facts) -> None:
+    found = facts(f"plan {LINE} --bandwidth 2TB/s".replace("8b", f"8b {POLICY}"))
     plan = kvpolicy.plan("llama-3.1-8b", POLICY, **SIZES, backend="deepspeed")
     assert plan.weights is not None and plan.loaded > plan.stored > 0
     assert found["places"] == {"device": plan.device_nbytes, "host": plan.host_nbytes}
@@ -35,16 +29,16 @@ def test_json_has_both_places_and_the_times(capsys: pytest.CaptureFixture[str]) 
     assert link["read_seconds"] == pytest.approx(link["read"] / 2e12)
 
 
-def test_text_of_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_both_commands(run: Run) -> None:
     plan = kvpolicy.plan("llama-3.1-8b", POLICY, **SIZES)
     took = f"take {1000 * (plan.loaded + plan.stored) / 25e9:.3g} ms."
-    text = " ".join(output(f"plan {LINE} --bandwidth 2TB/s".replace("8b", f"8b {POLICY}"), capsys).split())
+    text = " ".join(run(f"plan {LINE} --bandwidth 2TB/s".replace("8b", f"8b {POLICY}")).split())
     assert took in text and "no longer than reading all weights and the cache" in text
     assert "cache on the device" in text and "copied per step, from host memory" in text
-    text = " ".join(output(f"explain {POLICY} {LINE} --bandwidth 2TB/s", capsys).split())
+    text = " ".join(run(f"explain {POLICY} {LINE} --bandwidth 2TB/s").split())
     assert took in text and "Keys and values of layers 2-31 lie in host memory" in text
     assert "longer than reading the cache" in text
-    text = output(f"plan llama-3.1-8b {POLICY} --prompt 8192", capsys)
+    text = run(f"plan llama-3.1-8b {POLICY} --prompt 8192")
     assert "copied per step, to host memory" in text and "They do not overlap" not in " ".join(text.split())
 
 

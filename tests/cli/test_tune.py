@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.cli.app import main
 from kvpolicy.cli.commands import tune
 from kvpolicy_eval.data.windows import windows
+from tests.cli.conftest import Facts, Run
 
 GRID = ["--policy", "snapkv", "--policy", "snapkv+tokenwise:bits=4", "--shares", "0.1,0.4,1.0", "--quiet"]
 
@@ -23,13 +23,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_policy_is_tuned_compared_and_explained(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_is_tuned_compared_and_explained(texts: Path, tmp_path: Path, run: Run, facts: Facts) -> None:
     out = tmp_path / "plan.json"
     call = ["tune", "tiny", "--text", str(texts), "--out", str(out), "--budget", "0.2", "--held-out", "0.5", *GRID]
-    assert main([*call, "--rival", "snapkv", "--rival", "window", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = facts([*call, "--rival", "snapkv", "--rival", "window"])
     assert found["policy"] == f"tuned:file={out}@0.2" and found["texts"] == {"tuned": 2, "held_out": 2}
     assert found["candidates"] == 6 and found["evidence"]["rivals"] == 2
     text = tune._render(found)
@@ -43,31 +40,22 @@ def test_a_policy_is_tuned_compared_and_explained(
             f"{scores['kl']:.4f}",
             f"{scores['nbytes']:,.0f}",
         ]
-    assert main(["explain", found["policy"], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = facts(["explain", found["policy"]])
     assert told["tuned"]["evidence"]["0.2"]["verdict"] == found["evidence"]["verdict"] and len(told["layers"]) == 8
-    assert main(["explain", found["policy"]]) == 0
-    text = capsys.readouterr().out
+    text = run(["explain", found["policy"]])
     assert "Evidence on texts that were held out" in text and "at half" in text
-    assert main([*call, "--no-evidence"]) == 2  # other texts: none are held out
-    assert "--force" in capsys.readouterr().err
-    assert main([*call, "--no-evidence", "--force"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    assert "--force" in run([*call, "--no-evidence"], 2)
+    text = " ".join(run([*call, "--no-evidence", "--force"]).split())
     assert f"Use it with tuned:file={out}@0.2" in text
 
 
-def test_plain_text_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_text_is_cut(tmp_path: Path, run: Run) -> None:
     file = tmp_path / "text.txt"
     file.write_text("tiger=4821\nlion=1234\nwolf=9310\n" * 40)
-    call = ["tune", "tiny", "--text", str(file), "--out", str(tmp_path / "plan.json"), "--no-evidence", *GRID]
-    assert main([*call, "--prompt", "60", "--answer", "8", "--windows", "2", "--measure", "output"]) == 0
-    assert "Wrote" in capsys.readouterr().out
-
-
-def test_the_folder_of_the_file_is_made(texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "plan.json"
-    assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), "--no-evidence", "--quiet", *GRID]) == 0
-    assert out.is_file()
+    call = ["tune", "tiny", "--text", str(file), "--out", str(out), "--no-evidence", *GRID]
+    assert "Wrote" in run([*call, "--prompt", "60", "--answer", "8", "--windows", "2", "--measure", "output"])
+    assert out.is_file(), "the folder is made"
 
 
 def test_the_bar_shows_how_many_texts_are_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,47 +76,25 @@ def test_the_bar_shows_how_many_texts_are_done(capsys: pytest.CaptureFixture[str
         (["--held-out", "2"], "between 0 and 1"),
         (["--out", "FOLDER", "--force"], "The file to write must be a file, got the folder"),
         (["--text", "none.txt"], "none.txt must be readable UTF-8 text, got no such file or directory; try"),
-    ],
-)
-def test_refused(
-    more: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "plan.json")
-    call = ["tune", "tiny", "--text", str(texts), "--out", out, "--held-out", "0.5", "--quiet", *more]
-    call = [word.replace("FOLDER", str(tmp_path)) for word in call]
-    assert main(call) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "plan.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rival", "snapvk@0.1", "--quiet"], "snapvk"),
+        (["--rival", "snapvk@0.1"], "snapvk"),
         (["--rival", "snapkv", "--no-evidence"], "--rival must be given without --no-evidence, which compares"),
-        (["--rival", "snapkv@0.1", "--quiet"], "--rival must be without a budget, got snapkv@0.1; try snapkv with"),
-        (["--policy", "h2o@0.1", "--quiet"], "--policy must be without a budget, got h2o@0.1; try h2o with --shares"),
-        (
-            ["--held-out", "0.25"],
-            "held out must be at least two to compare policies on, got 1; try a larger",
-        ),
+        (["--rival", "snapkv@0.1"], "--rival must be without a budget, got snapkv@0.1; try snapkv with"),
+        (["--policy", "h2o@0.1"], "--policy must be without a budget, got h2o@0.1; try h2o with --shares"),
+        (["--held-out", "0.25"], "held out must be at least two to compare policies on, got 1; try a larger"),
         (["--seed", str(2**64)], "Invalid value for '--seed'"),
         (
-            ["--budget", "1MiB", "--held-out", "0.5"],
-            "must exceed the 1000000000 bytes that layers without a policy hold of a text, got 1MiB",
+            ["--budget", "1MiB"],
+            "must exceed the 1000000000 bytes that layers without a policy hold of a text, got",
         ),
         (["--budget", "1KiB", "--no-evidence"], "got 1024 bytes, which is less than the"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_measured(
-    options: list[str],
-    message: str,
-    texts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_refused(
+    more: list[str], message: str, texts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything is measured."""
     monkeypatch.setattr("kvpolicy.tuning.tune._measured", lambda *_: pytest.fail("is measured"))
     monkeypatch.setattr("kvpolicy.tuning.proof.unmanaged_bytes", lambda *_: 10**9)
-    out = tmp_path / "plan.json"
-    assert main(["tune", "tiny", "--text", str(texts), "--out", str(out), *options, *GRID]) == 2
-    assert message in " ".join(capsys.readouterr().err.split()) and not out.exists()
+    call = ["tune", "tiny", "--text", str(texts), "--out", "FOLDER/plan.json", "--held-out", "0.5", *GRID, *more]
+    assert message in run([word.replace("FOLDER", str(tmp_path)) for word in call], 2)
+    assert not (tmp_path / "plan.json").exists()

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvpolicy.reporting import plots
-from kvpolicy.reporting.plots.accuracy import pareto, read_points
+from kvpolicy.reporting.plots.accuracy import looks, pareto, read_points
 
 ROWS: list[dict[str, Any]] = [
     {"policy": "full", "accuracy": 1.0, "share": 1.0},
@@ -84,6 +84,7 @@ def test_a_policy_that_lacks_a_task_is_left_out() -> None:
     ("rows", "said"),
     [
         ([], "at least one row"),
+        ([3], "must be a mapping"),
         ([{"accuracy": 1, "share": 1}], "must have policy in every row"),
         ([{"policy": "full", "share": 1}], "must have accuracy or value"),
         ([{"policy": "full", "accuracy": 1}], "must have share or kv_share"),
@@ -114,9 +115,17 @@ def test_a_broken_file_and_an_unknown_model_are_said(tmp_path: Path) -> None:
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    pairs = [(0.3, 0.5), (0.1, 0.2), (0.3, 0.6), (0.2, 0.1), (1.0, 0.6)]
-    wanted = [a for a in pairs if not any(b != a and b[0] <= a[0] and b[1] >= a[1] for b in pairs)]
-    assert pareto(pairs, lambda one: one[0], lambda one: one[1]) == sorted(wanted)
+    found = [(0.3, 0.5, "a"), (0.1, 0.2, "b"), (0.3, 0.6, "c"), (0.2, 0.1, "d"), (1.0, 0.6, "e"), (0.1, 0.2, "f")]
+    pairs = [one[:2] for one in found]
+    wanted = [one for one in found if not any(b != one[:2] and b[0] <= one[0] and b[1] >= one[1] for b in pairs)]
+    assert pareto(found, lambda one: one[0], lambda one: one[1]) == sorted(wanted)
+    assert [name for *_, name in sorted(wanted)] == ["b", "f", "c"], "equals are on the front together"
+
+
+def test_policies_by_layer_have_a_color_of_their_own() -> None:
+    """Their parts are not known without a model."""
+    found = looks(["snapkv", "tuned:file=a.json", "h2o", "tuned:file=b.json"])
+    assert len({(look.color, look.marker) for look in found.values()}) == 4
 
 
 def test_a_name_that_is_no_policy_has_a_look_of_its_own() -> None:
@@ -135,11 +144,6 @@ def test_a_length_that_was_not_measured_is_never_chosen() -> None:
     assert [point.accuracy for point in read_points(rows)] == [0.5]
     with pytest.raises(ValueError, match="a measured metric"):
         read_points(rows[:1])
-
-
-def test_equals_are_on_the_front_together() -> None:
-    pairs = [("a", 0.2, 0.5), ("b", 0.2, 0.5), ("c", 0.3, 0.5), ("d", 0.1, 0.5), ("e", 0.1, 0.5)]
-    assert [one[0] for one in pareto(pairs, lambda one: one[1], lambda one: one[2])] == ["d", "e"]
 
 
 def test_rows_of_one_policy_and_task_count_as_their_mean() -> None:

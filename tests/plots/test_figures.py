@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from matplotlib.figure import Figure
 import kvpolicy
 from kvpolicy import Handle
 from kvpolicy.hf.embedded import config_of
+from kvpolicy.planning.curves import save_layers
 from kvpolicy.reporting import plots
-from tests.plots.conftest import LENGTHS, llama, run
+from tests.conformance.models import build
+from tests.plots.conftest import LENGTHS, run
 
 
 def first(figure: Any) -> Any:
@@ -45,8 +48,10 @@ def test_similarity_is_what_was_measured(squeezed: Handle) -> None:
 def test_similarity_of_nothing_says_so(coded: Handle, model: Any) -> None:
     with pytest.raises(ValueError, match="must measure layers, got h2o"):
         plots.layer_similarity(coded)
-    with pytest.raises(ValueError, match="must have a row per prompt"):
-        plots.layer_similarity([[0.1, 0.2], [0.3]])
+    wrong: list[Any] = [[[0.1, 0.2], [0.3]], None, 3, "h2o", [0.5, 0.6], [["a"]]]
+    for cosines in wrong:
+        with pytest.raises(ValueError, match="must have a row per prompt"):
+            plots.layer_similarity(cosines)
     with pytest.raises(ValueError, match="got 2 for 1 prompts"):
         plots.layer_similarity([[0.1]], names=["a", "b"])
     with (
@@ -121,8 +126,9 @@ def test_kept_of_one_head(coded: Handle) -> None:
             plots.kept(coded, **words)
 
 
+@pytest.mark.filterwarnings("ignore:The text exceeds")
 def test_a_long_text_is_binned_and_nothing_is_lost() -> None:
-    handle = run(llama(1), "streaming:sinks=4@0.25", (5000,))
+    handle = run(build("llama", layers=1), "streaming:sinks=4@0.25", (5000,))
     held = image(plots.kept(handle))
     assert held.shape == (1, 1024) and held.max() <= 1
     sizes = np.bincount(np.arange(5000) * 1024 // 5000)
@@ -191,6 +197,17 @@ def test_what_cannot_be_drawn_is_refused(draw: Any, model: Any) -> None:
         draw("h2o@0.4")
 
 
+def test_policies_by_layer(tmp_path: Path) -> None:
+    save_layers(tmp_path / "plan.json", ["snapkv@0.5", "h2o+tokenwise@0.25"] * 2)
+    handle = run(build("llama", layers=4), f"tuned:file={tmp_path}/plan.json@0.5")
+    assert handle.plan is not None
+    for draw in (plots.budgets, plots.bytes_by_kind, plots.kept):
+        assert draw(handle).axes
+    assert plots.budgets(handle.plan).axes and plots.bytes_by_kind(handle.report()).axes
+    with pytest.raises(ValueError, match="must measure layers, got tuned:file="):
+        plots.layer_similarity(handle)
+
+
 def test_an_empty_dictionary_is_refused() -> None:
     with pytest.raises(ValueError, match="dictionary of sources must not be empty"):
         plots.budgets({})
@@ -215,14 +232,3 @@ def test_figures_draw_into_axes_and_leave_no_state(squeezed: Handle) -> None:
         assert own._repr_png_().startswith(b"\x89PNG"), "what a notebook shows"
         assert isinstance(own, Figure) and own is not figure
     assert plt.get_fignums() == [] and dict(plt.rcParams) == before
-
-
-@pytest.mark.parametrize("cosines", [None, 3, "h2o", [0.5, 0.6], [["a"]]])
-def test_what_is_no_table_of_cosines(cosines: Any) -> None:
-    with pytest.raises(ValueError, match="cosines must have a row per prompt"):
-        plots.layer_similarity(cosines)
-
-
-def test_a_result_that_is_no_mapping() -> None:
-    with pytest.raises(ValueError, match="must be a mapping"):
-        plots.accuracy_against_bytes([3])  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -13,33 +12,7 @@ import kvpolicy
 from kvpolicy import Handle, Policy, SlidingWindow, registry
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.text.tables import format_bytes
-
-
-class Tables(HTMLParser):
-    """Reads tables, and sees that every tag is closed."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.open: list[str] = []
-        self.feed(html)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] in (["td"], ["th"]):
-            self.tables[-1][-1][-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+from tests.html_pages import Page
 
 
 def html_of(thing: Any) -> str:
@@ -47,7 +20,7 @@ def html_of(thing: Any) -> str:
 
 
 def table(thing: Any) -> list[list[str]]:
-    return Tables(html_of(thing)).tables[0]
+    return Page(html_of(thing)).tables[0]
 
 
 def test_a_report_is_a_table_of_its_layers(coded: Handle) -> None:
@@ -80,7 +53,7 @@ def test_handle_cache_and_report_show_the_same_table(squeezed: Handle) -> None:
 
 def test_a_plan_of_many_layers_is_folded() -> None:
     plan = kvpolicy.plan(config_of("llama-2-70b"), "pyramid+h2o@0.2", prompt=1000)
-    short, whole = Tables(html_of(plan)).tables
+    short, whole = Page(html_of(plan)).tables
     assert [row[0] for row in short] == ["layer", "all"] and short[1][-2] == format_bytes(plan.nbytes)
     assert [row[1] for row in whole[1:]] == [f"{layer.tokens:,}" for layer in plan.layers]
     assert "<summary>80 lines" in html_of(plan)
@@ -130,7 +103,7 @@ def test_what_others_write_is_text() -> None:
     policy = Policy(selector=Loud(), budget=0.5)
     html = html_of(policy)
     assert "<b>" not in html and "<script>" not in html and "Keep &lt;b&gt;all&lt;/b&gt; &amp; more." in html
-    Tables(html)
+    Page(html)
 
 
 def test_a_line_says_the_essential(squeezed: Handle, coded: Handle) -> None:

@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvpolicy
 from kvpolicy.reporting import plots
 from kvpolicy.reporting.plots.text import WIDE, pieces
 from kvpolicy.reporting.token_spans import LIGHT, level
+from tests.conformance.models import build
 
 TEXT = "tiger=4821 and $x$ é 中 more of it\nlion=1234\n?lion="
 
@@ -77,20 +77,10 @@ def test_axes_of_ones_own(tiny: tuple[Any, Any]) -> None:
 
 def test_layers_are_those_of_the_model() -> None:
     """Where every other layer is left alone, a layer keeps its number."""
-    config = Gemma2Config(
-        num_hidden_layers=4,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=16,
-        sliding_window=4,
-    )
-    model = Gemma2ForCausalLM(config).eval()
+    model = build("gemma2")
     with torch.no_grad(), kvpolicy.attach(model, "streaming:sinks=1@0.5") as handle:
         model(torch.arange(8)[None])
     tokens = list("abcdefgh")
     assert [wide for _, wide in shades(plots.token_text(handle, tokens, layer=3))] == [1] * 4
-    with pytest.raises(ValueError, match="layer must be one of 1, 3 under the policy, got 2"):
+    with pytest.raises(ValueError, match="layer must be one of 1, 3, 5 under the policy, got 2"):
         plots.token_text(handle, tokens, layer=2)

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +20,8 @@ from kvpolicy_eval.report.page import page
 from kvpolicy_eval.report.parts import differences
 from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep.cells import Cell, Store, write
+from tests.eval.pages import page_with
+from tests.html_pages import Page
 
 METHODS = {"full": 0.95, "h2o": 0.5, "squeeze+h2o": 0.6, "kvcrush/h2o": 0.45, "kivi:bits=4": 0.9}
 TASKS = ["recall", "choice"]
@@ -81,36 +82,11 @@ def html(findings: Findings) -> str:
     return page(findings)
 
 
-class Outside(HTMLParser):
-    """Collects what a page would load, its headings, and tags that are not closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-        self.titles: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        words = dict(attrs)
-        self.loads += [str(words[name]) for name in ("src", "href", "xlink:href", "data", "srcset") if words.get(name)]
-        self.loads += ["script"] * (tag in ("script", "iframe", "link", "object"))
-        self.ids += [words["id"] or ""] if "id" in words else []
-        self.titles += ["svg"] * (tag == "svg")
-        if tag not in ("meta", "br", "hr", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another tag"
-
-
 def test_the_page_is_whole_and_loads_nothing(html: str) -> None:
-    read = Outside()
-    read.feed(html)
-    assert not read.open
+    read = Page(html)
     assert [key for key in read.ids if key in KEYS] == KEYS
-    assert read.titles.count("svg") >= 7
-    assert all(target.startswith(("#", "data:image/png;base64,")) for target in read.loads), read.loads
+    assert read.tags["svg"] >= 7 and not {"script", "iframe", "link", "object"} & read.tags.keys()
+    assert all(target.startswith(("#", "data:image/png;base64,")) for target in read.refers), read.refers
     assert not re.search(r"https?:|url\((?!#)|@import|<script", html)
     assert len(read.ids) == len(set(read.ids)), "an id twice"
     assert len(html) < 1_000_000
@@ -190,8 +166,7 @@ def test_a_task_that_is_missing_leaves_no_mean(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "guide.md"
-    place.write_text("<!-- table:made-up-parts -->\n<!-- /table -->\n", encoding="utf-8")
+    place = page_with(tmp_path / "guide.md", "made-up-parts")
     words = ["report", str(folder), "--out", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
     assert cli.main([*words, "--fill", str(place)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
