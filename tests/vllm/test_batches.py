@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from kvpolicy_vllm import read_document
-from tests.vllm.engines import BLOCK, about, answers, ask, engine, free_blocks, plain, scheduler_of
+from tests.vllm.engines import BLOCK, about, answers, ask, free_blocks, plain, scheduler_of
 from tests.vllm.models import RECORDS, Served, answer, make_question, make_text, short
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def llm(served: Served) -> Generator[Any]:
-    with engine(served.folder / "model") as started:
-        yield started
 
 
 def test_plain_requests_in_the_same_batch(served: Served, llm: Any) -> None:

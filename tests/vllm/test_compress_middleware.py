@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from kvpolicy import KVPolicyError
 from kvpolicy_vllm import Compress, compress
 from kvpolicy_vllm.asgi import CHAT, COMPLETION
 from kvpolicy_vllm.rendering import Rendered
+from tests.vllm.asgi_server import AsgiServer
 
 IDS = [*range(3, 103)]
 KEPT = 50
@@ -23,12 +23,10 @@ COMPLETED = {"model": "m", "prompt": "long", "max_tokens": 7}
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "long"}], "max_tokens": 7}
 
 
-class Server:
-    """What stands behind the middleware: it records what it gets, and answers with a usage.
+class Server(AsgiServer):
+    """Answers with a usage.
 
     Attributes:
-        bodies: The bodies that came.
-        scopes: Where they came to.
         statuses: Of the next answers; 200 when there are no more, 0 for none.
     """
 
@@ -37,53 +35,24 @@ class Server:
         transfer = SimpleNamespace(
             kv_connector="KVPolicyConnector", get_from_extra_config=lambda name, default: found.get(name, default)
         )
-        args = SimpleNamespace(api_key=keys, served_model_name=["m", "other"], model="folder")
-        self.state = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), args=args)
-        self.bodies: list[Any] = []
-        self.scopes: list[Any] = []
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        super().__init__(Compress, config, api_key=keys, served_model_name=["m", "other"], model="folder")
         self.statuses: list[int] = []
-        self.middleware = Compress(self._app)
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scopes.append(scope)
-        if scope["type"] == "lifespan":
-            await send({"type": "lifespan.startup.complete"})
-            return
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            self.bodies.append(None)
-            return
-        self.bodies.append(json.loads(event["body"]))
+    async def respond(self, content: Any, receive: Any, send: Any) -> None:
         status = self.statuses.pop(0) if self.statuses else 200
         if not status:
             assert (await receive())["type"] == "http.disconnect"
             return
         body = json.dumps({"usage": USAGE} if status == 200 else {"error": "of the server"}).encode()
-        await send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-        )
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def post(self, path: str, body: Any, key: str = "", root: str = "") -> tuple[int, Any]:
+    def asked(self, path: str, body: Any, key: str = "", root: str = "") -> tuple[int, Any]:
         """Send a body; the status and the JSON of the answer."""
-        headers = [(b"x-request-id", b"7"), (b"authorization", f"Bearer {key}".encode())]
-        scope = {"type": "http", "method": "POST", "path": root + path, "root_path": root, "headers": headers}
-        sent = self.call(scope, [{"type": "http.request", "body": json.dumps(body).encode()}])
-        content = b"".join(event.get("body", b"") for event in sent)
-        return (sent[0]["status"], json.loads(content)) if sent else (0, None)
-
-    def call(self, scope: dict[str, Any], events: list[Any]) -> list[Any]:
-        """What is sent when these events come, and then the client leaves."""
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return events.pop(0) if events else {"type": "http.disconnect"}
-
-        async def send(event: Any) -> None:
-            sent.append(event)
-
-        asyncio.run(self.middleware({**scope, "app": SimpleNamespace(state=self.state)}, receive, send))
-        return sent
+        status, content = self.post(path, body, key, root)
+        return status, json.loads(content) if status else None
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +73,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("root", ["", "/root"])
 def test_a_long_prompt_is_two_requests(root: str) -> None:
     server = Server()
-    status, content = server.post(COMPLETION, {**COMPLETED, "stop": ["."], "priority": 3}, root=root)
+    status, content = server.asked(COMPLETION, {**COMPLETED, "stop": ["."], "priority": 3}, root=root)
     first, second = server.bodies
     (name,) = first["kv_transfer_params"].values()
     assert first == {
@@ -128,7 +97,7 @@ def test_a_long_prompt_is_two_requests(root: str) -> None:
 def test_a_long_chat_is_rendered_once() -> None:
     server = Server()
     tools = [{"type": "function", "function": {"name": "f"}}]
-    status, content = server.post(CHAT, {**ASKED, "tools": tools, "cache_salt": "mine"})
+    status, content = server.asked(CHAT, {**ASKED, "tools": tools, "cache_salt": "mine"})
     first, second = server.bodies
     params = second["kv_transfer_params"]
     assert params == {"compressed": params["compressed"], "prompt_token_ids": HALVES}
@@ -143,7 +112,7 @@ def test_a_long_chat_is_rendered_once() -> None:
 def test_every_prompt_has_a_name_of_its_own() -> None:
     server = Server()
     for _ in range(3):
-        server.post(COMPLETION, COMPLETED)
+        server.asked(COMPLETION, COMPLETED)
     names = {body["kv_transfer_params"]["prefill"] for body in server.bodies[::2]}
     assert len(names) == 3 and all(len(name) == 32 for name in names)
 
@@ -170,7 +139,7 @@ def test_every_prompt_has_a_name_of_its_own() -> None:
 )
 def test_other_requests_pass_as_they_are(changes: dict[str, Any]) -> None:
     server = Server()
-    status, content = server.post(COMPLETION, {**COMPLETED, **changes})
+    status, content = server.asked(COMPLETION, {**COMPLETED, **changes})
     assert server.bodies == [{**COMPLETED, **changes}] and (status, content) == (200, {"usage": USAGE})
 
 
@@ -179,7 +148,7 @@ def test_other_requests_pass_as_they_are(changes: dict[str, Any]) -> None:
 )
 def test_fields_that_ask_for_nothing_else(changes: dict[str, Any]) -> None:
     server = Server()
-    server.post(COMPLETION, {**COMPLETED, **changes})
+    server.asked(COMPLETION, {**COMPLETED, **changes})
     assert len(server.bodies) == 2
 
 
@@ -189,37 +158,37 @@ def test_clients_name_no_prompts_to_the_engine(path: str, params: dict[str, str]
     server = Server()
     named = {"kv_transfer_params": params}
     for fields in (named, {"sampling_params": {"extra_args": named}}):
-        status, content = server.post(path, {**COMPLETED, **fields})
+        status, content = server.asked(path, {**COMPLETED, **fields})
         assert status == 400 and "must not name a prompt" in content["error"]["message"] and not server.bodies
-    assert server.post("/v1/responses", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
+    assert server.asked("/v1/responses", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
 
 
 @pytest.mark.parametrize("sampling", [None, [], {"extra_args": None}, {"extra_args": {"kv_transfer_params": [1]}}])
 def test_other_sampling_parameters_pass(sampling: Any) -> None:
     server = Server()
     body = {"token_ids": [5], "sampling_params": sampling}
-    assert server.post("/inference/v1/generate", body)[0] == 200 and server.bodies == [body]
+    assert server.asked("/inference/v1/generate", body)[0] == 200 and server.bodies == [body]
 
 
 def test_other_paths_and_bodies_pass() -> None:
     server = Server()
-    assert server.post("/v1/embeddings", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
-    assert server.post(COMPLETION, [5])[0] == 200 and server.bodies[1:] == [[5]]
+    assert server.asked("/v1/embeddings", COMPLETED)[0] == 200 and server.bodies == [COMPLETED]
+    assert server.asked(COMPLETION, [5])[0] == 200 and server.bodies[1:] == [[5]]
     scope = {"type": "http", "method": "POST", "path": COMPLETION, "headers": []}
     assert server.call(scope, []) == [] and server.bodies[2:] == [None]  # the client left
 
 
 def test_a_policy_that_keeps_all_changes_nothing() -> None:
     server = Server(extra={"policy": "window@200", "threshold": 64})
-    server.post(COMPLETION, COMPLETED)
+    server.asked(COMPLETION, COMPLETED)
     assert server.bodies == [COMPLETED]
 
 
 def test_without_a_key_nothing_is_looked_at() -> None:
     server = Server(["secret"])
-    server.post(COMPLETION, COMPLETED, "other")
+    server.asked(COMPLETION, COMPLETED, "other")
     assert server.bodies == [COMPLETED]
-    server.post(COMPLETION, COMPLETED, "secret")
+    server.asked(COMPLETION, COMPLETED, "secret")
     assert len(server.bodies) == 3
 
 
@@ -227,20 +196,20 @@ def test_without_a_key_nothing_is_looked_at() -> None:
 def test_a_refusal_of_the_first_request_is_the_answer(status: int) -> None:
     server = Server()
     server.statuses = [status]
-    assert server.post(COMPLETION, COMPLETED) == (status, {"error": "of the server"})
+    assert server.asked(COMPLETION, COMPLETED) == (status, {"error": "of the server"})
     assert len(server.bodies) == 1
 
 
 def test_an_error_of_the_second_request_is_the_answer() -> None:
     server = Server()
     server.statuses = [200, 500]
-    assert server.post(CHAT, ASKED) == (500, {"error": "of the server"})
+    assert server.asked(CHAT, ASKED) == (500, {"error": "of the server"})
 
 
 def test_a_client_that_leaves_asks_nothing_more() -> None:
     server = Server()
     server.statuses = [0]
-    assert server.post(COMPLETION, COMPLETED) == (0, None)
+    assert server.asked(COMPLETION, COMPLETED) == (0, None)
     assert len(server.bodies) == 1
 
 

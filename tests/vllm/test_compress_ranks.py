@@ -63,13 +63,3 @@ def test_other_policies_do_not_start(saved: Saved, policy: str, message: str) ->
     extra = {"policy": policy, "least": 0}
     with pytest.raises(KVPolicyError, match=message), engine(saved.folder / "model", extra=extra):
         pass
-
-
-def test_an_environment_is_enough(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPOLICY_POLICY", "window@0.5")
-    monkeypatch.setenv("KVPOLICY_THRESHOLD", str(LEAST))
-    monkeypatch.setenv("KVPOLICY_LEAST", "0")
-    recipe = recipe_of("window@0.5")
-    ids = make_text(saved.model, 100)
-    with engine(saved.folder / "model") as llm:
-        assert close(answers_of(run(llm, [ids], recipe)), [wanted(saved.model, recipe, ids)])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvpolicy
 from tests.vllm.compressed import recipe_of, wanted
 from tests.vllm.documents import WORDS, records, save
 from tests.vllm.servers import CHAT, COMPLETION, VLLMServer, serving
@@ -24,28 +23,21 @@ BOTH = ("kvpolicy_vllm.Documents", "kvpolicy_vllm.Compress")
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    return kvpolicy.tiny()
-
-
-@pytest.fixture(scope="module")
 def folder(pair: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("vllm")
-    path = tmp_path_factory.mktemp("served")
-    for part in pair:
-        part.save_pretrained(path / "model")
-    (path / "documents").mkdir()
-    save(pair, records(), DOCUMENT, path / "documents" / "report.safetensors")
+    path = tmp_path_factory.mktemp("documents")
+    save(pair, records(), DOCUMENT, path / "report.safetensors")
     return path
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[VLLMServer, None, None]:
+def server(
+    checkpoint: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[VLLMServer, None, None]:
     # Few blocks, so that requests wait and are preempted.
     options = ["--num-gpu-blocks-override", "16", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("log") / "server.log"
     variables = {"KVPOLICY_POLICY": POLICY, "KVPOLICY_THRESHOLD": "100", "KVPOLICY_LEAST": "0"}
-    with serving(folder / "model", folder / "documents", log, options, BOTH, **variables) as running:
+    with serving(checkpoint, folder, log, options, BOTH, **variables) as running:
         yield running
 
 
@@ -175,9 +167,9 @@ def test_many_requests_of_all_kinds(server: VLLMServer, answer: Callable[[str], 
     server.wait_for_idle()
 
 
-def test_a_server_does_not_start_with_another_policy(folder: Path, tmp_path: Path) -> None:
+def test_a_server_does_not_start_with_another_policy(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    found = serving(folder / "model", folder / "documents", log, middlewares=BOTH, KVPOLICY_POLICY="kvzip@0.2")
+    found = serving(checkpoint, folder, log, middlewares=BOTH, KVPOLICY_POLICY="kvzip@0.2")
     with pytest.raises(AssertionError), found:
         pass
     assert "The selector of KVPOLICY_POLICY must be one of window" in log.read_text()

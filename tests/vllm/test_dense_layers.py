@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
@@ -18,7 +17,7 @@ from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, words
 from tests.sampling import each_once, product
-from tests.vllm.models import FAMILIES, Saved, held, make_model, make_text, save
+from tests.vllm.models import Saved, held, make_model, make_text, save
 
 POLICIES = [
     "keydiff:decode=grow@0.5",
@@ -69,38 +68,6 @@ def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[s
         assert at < 45
         found = model(token, position_ids=at, **cache_argument(model, plain)).logits
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_kept_is_what_a_plain_cache_has_at_these_positions(family: str, tmp_path: Path) -> None:
-    model = make_model(family)
-    ids = make_text(model, 60)
-    path = save(model, POLICIES[0], ids, tmp_path / "doc.safetensors")
-    plain: Any = transformers.DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([ids]), **cache_argument(model, plain))
-        with kvpolicy.attach(model, POLICIES[0]):
-            cache = PolicyCache.load(model, path)
-    for layer, own, whole in zip(dense(path, model, move=False), cache.policy_layers, plain.layers, strict=True):
-        _, _, positions = held(own)
-        for found, all_of_them in ((layer.keys, whole.keys), (layer.values, whole.values)):
-            wanted = all_of_them[0].gather(1, positions.long()[..., None].expand_as(found))
-            torch.testing.assert_close(found, wanted)
-
-
-def test_documents_are_those_of_a_model_with_a_shifted_text() -> None:
-    """Moved keys of a whole text in the middle of positions are those of a text that begins earlier."""
-    model = make_model("llama3")
-    ids = torch.tensor([make_text(model, 30)])
-    rope = skeleton(model.config).rotations[0]
-
-    def first_keys(start: int) -> Tensor:
-        cache: Any = transformers.DynamicCache()
-        with torch.no_grad():
-            model(ids, position_ids=torch.arange(start, start + 30)[None], **cache_argument(model, cache))
-        return cache.layers[0].keys[0]
-
-    torch.testing.assert_close(moved(first_keys(200), 150, rope), first_keys(50), atol=1e-4, rtol=1e-4)
 
 
 def header_of(saved: Saved, **fields: Any) -> dict[str, Any]:

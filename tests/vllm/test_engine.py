@@ -11,24 +11,22 @@ import pytest
 import torch
 import transformers
 
-import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy_vllm import prompt, read_document
 from kvpolicy_vllm.documents import Document
 from kvpolicy_vllm.engine import Engine, sampled
 from tests.conformance.models import build
+from tests.vllm import documents
 from tests.vllm.models import LLAMA3, ROPE, Saved, config_of, make_model, make_text, save
 
 
 def vllm_config(saved: Saved, **fields: Any) -> Any:
-    """What `Engine.of` reads of a config of vLLM."""
-    model = SimpleNamespace(
-        hf_config=saved.model.config, model=str(saved.folder / "model"), max_model_len=256, revision=None, use_mla=False
-    )
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    transfer = SimpleNamespace(kv_load_failure_policy="fail")
-    defaults: dict[str, Any] = {"kv_transfer_config": transfer, "speculative_config": None}
-    return SimpleNamespace(**(defaults | {"model_config": model, "parallel_config": parallel} | fields))
+    """The config of an engine of the saved model."""
+    found = documents.config_of(saved.model, None, **fields)
+    if "model_config" not in fields:
+        found.model_config.model = str(saved.folder / "model")
+        found.model_config.max_model_len = 256
+    return found
 
 
 def test_an_engine_is_described(saved: Saved) -> None:
@@ -175,14 +173,6 @@ def test_weights_are_sampled_from_every_shape_of_checkpoint(saved: Saved, tmp_pa
 
 def test_a_model_whose_weights_cannot_be_read_is_told_by_its_shape(saved: Saved, tmp_path: Path) -> None:
     Engine(saved.model.config, str(tmp_path), 256).check(read_document(saved.path), 5)
-
-
-def test_the_embedded_models_are_told_apart(tmp_path: Path) -> None:
-    small, large = (kvpolicy.tiny(name=name) for name in ("tiny", "tiny-4k"))
-    large[0].save_pretrained(tmp_path / "model")
-    path = save(small[0], "keydiff@0.5", [*range(3, 43)], tmp_path / "d.safetensors")
-    with pytest.raises(KVPolicyError, match="whose weights differ"):
-        Engine(large[0].config, str(tmp_path / "model"), 512).check(read_document(path), 5)
 
 
 def test_configs_are_not_changed() -> None:

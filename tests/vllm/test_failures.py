@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,13 @@ import pytest
 
 from kvpolicy_vllm import prompt, read_document
 from kvpolicy_vllm.documents import SALT
-from tests.vllm.engines import BLOCK, about, answers, ask, engine, free_blocks, plain, reasons, sampling, scheduler_of
+from tests.vllm.engines import BLOCK, about, answers, ask, free_blocks, plain, reasons, sampling, scheduler_of
 from tests.vllm.models import POLICY, Answer, Served, answer, make_question, make_text, save, short
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 Request = tuple[Any, Any]
 QUESTION = [5]
-
-
-@pytest.fixture(scope="module")
-def llm(served: Served) -> Generator[Any]:
-    with engine(served.folder / "model") as started:
-        yield started
 
 
 @pytest.fixture

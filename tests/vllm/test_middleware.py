@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,43 +14,24 @@ import kvpolicy
 from kvpolicy_vllm import Documents, read_document
 from kvpolicy_vllm.asgi import CHAT, COMPLETION
 from kvpolicy_vllm.middleware import UNANSWERED
+from tests.vllm.asgi_server import AsgiServer
 from tests.vllm.documents import config_of, records, save
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ANSWER: dict[str, Any] = {"usage": {"prompt_tokens": 0, "completion_tokens": 1, "total_tokens": 1}, "choices": []}
 
 
-class Server:
-    """What stands behind the middleware: it records what it gets, and answers with a usage.
-
-    Attributes:
-        bodies: The bodies that came.
-        middleware: What tests call.
-    """
+class Server(AsgiServer):
+    """Answers with a usage, in a stream if it is asked for."""
 
     def __init__(
         self, config: Any, keys: list[str] | None = None, template: str | None = TEMPLATE, **more: Any
     ) -> None:
-        args = SimpleNamespace(api_key=keys, chat_template=template, default_chat_template_kwargs=None, **more)
-        self._state = SimpleNamespace(vllm_config=config, args=args)
-        self.bodies: list[Any] = []
-        self.middleware = Documents(self._app)
+        super().__init__(
+            Documents, config, api_key=keys, chat_template=template, default_chat_template_kwargs=None, **more
+        )
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        event: Any = {"type": "http.request", "more_body": True}
-        raw = b""
-        while event["type"] == "http.request" and event["more_body"]:
-            event = await receive()
-            raw += event.get("body", b"")
-        if event["type"] == "http.disconnect":
-            return
-        lengths = [int(value) for name, value in scope["headers"] if name == b"content-length"]
-        assert lengths in ([], [len(raw)])
-        try:
-            content = json.loads(raw)
-        except ValueError:
-            content = raw
-        self.bodies.append(content)
+    async def respond(self, content: Any, receive: Any, send: Any) -> None:
         if not isinstance(content, dict) or not content.get("stream"):
             body = json.dumps(ANSWER).encode()
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -66,45 +45,6 @@ class Server:
         for start in range(0, len(stream), 7):  # events may be cut anywhere
             await send({"type": "http.response.body", "body": stream[start : start + 7], "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-    def post(self, path: str, body: Any, key: str = "", root: str = "", scheme: str = "Bearer") -> tuple[int, bytes]:
-        """Send a body; the status and the body of the answer."""
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = [(b"content-length", str(len(raw)).encode()), (b"authorization", f"{scheme} {key}".encode())]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": root + path,
-            "root_path": root,
-            "headers": headers if key else headers[:1],
-            "app": SimpleNamespace(state=self._state),
-        }
-        halves = [{"body": raw[:3], "more_body": True}, {"body": raw[3:], "more_body": False}]
-        return self._answered(scope, [{"type": "http.request", **half} for half in halves])
-
-    def leave(self) -> None:
-        """A client that leaves before its body is whole."""
-        scope: Any = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-        scope["app"] = SimpleNamespace(state=self._state)
-        self._answered(scope, [{"type": "http.disconnect"}])
-
-    def _answered(self, scope: Any, events: list[Any]) -> tuple[int, bytes]:
-        sent: list[Any] = []
-        coming = iter(events)
-
-        async def receive() -> Any:
-            return next(coming)
-
-        async def send(event: Any) -> None:
-            sent.append(event)
-
-        asyncio.run(self.middleware(scope, receive, send))
-        if not sent:
-            return 0, b""
-        body = b"".join(event.get("body", b"") for event in sent[1:])
-        lengths = [int(value) for name, value in sent[0]["headers"] if name == b"content-length"]
-        assert lengths in ([], [len(body)])
-        return sent[0]["status"], body
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +133,8 @@ def test_other_bodies_pass_unchanged(server: Server, path: str, body: Any) -> No
 
 
 def test_a_client_that_leaves_asks_nothing(server: Server) -> None:
-    server.leave()
-    assert not server.bodies
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    assert server.call(scope, []) == [] and server.bodies == [None]
 
 
 @pytest.mark.parametrize(

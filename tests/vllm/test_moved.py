@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -52,25 +51,6 @@ def test_scores_are_those_of_the_whole_text(kind: str, kept: int) -> None:
     found = rope.rotate(queries, kept + steps) @ moved(stored[0], TOTAL - kept, rope)[None].mT
     torch.testing.assert_close(found, wanted, atol=3e-3, rtol=1e-4)
     torch.testing.assert_close(moved(stored[0], TOTAL - kept, rope).norm(dim=-1), stored[0].norm(dim=-1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_moved_keys_are_keys_of_earlier_positions(kind: str) -> None:
-    rope, dim = rope_of(kind)
-    keys = draw(1, HEADS, TOKENS, dim)
-    at = torch.arange(100, 100 + TOKENS).expand(1, HEADS, -1)
-    torch.testing.assert_close(moved(rope.rotate(keys, at)[0], 90, rope), rope.rotate(keys, at - 90)[0])
-
-
-@pytest.mark.parametrize("kind", ["default", "llama3", "partial"])
-def test_positions_in_front_of_zero_are_rotations_back(kind: str) -> None:
-    """A key at position 0 has no rotation, and one `by` in front of it has the opposite one of position `by`."""
-    rope, dim = rope_of(kind)
-    keys = draw(1, HEADS, TOKENS, dim)
-    by = torch.full((1, HEADS, TOKENS), 41)
-    back = moved(keys[0], 41, rope)[None]
-    torch.testing.assert_close(rope.rotate(back, by), keys)
-    assert not torch.allclose(back, keys, atol=0.1)
 
 
 def test_nothing_is_moved_where_everything_is_kept() -> None:

@@ -104,27 +104,6 @@ def test_a_cache_of_eight_bits(served: Served) -> None:
             assert sum(one == other.tokens[0] for one, other in zip(first, served.wanted, strict=True)) >= 4
 
 
-def test_the_document_of_another_model(tmp_path: Path) -> None:
-    """Of the same shape and other weights; nobody has asked `prompt` whether it fits."""
-    one, other = (make_model("llama3", seed=seed) for seed in (0, 1))
-    one.save_pretrained(tmp_path / "model")
-    paths = [save(m, POLICY, make_text(m, 150), tmp_path / f"{n}.safetensors") for n, m in enumerate((one, other))]
-    question = make_question(one)
-    with engine(tmp_path / "model") as llm:
-        found = ask(llm, [about(path, question) for path in paths])
-    assert reasons(found) == ["length", "error"]
-    assert [*found[0].outputs[0].token_ids] == answer(one, POLICY, paths[0], question).tokens
-
-
-def test_a_text_that_is_longer_than_the_trained_positions(tmp_path: Path) -> None:
-    model = make_model("qwen2")
-    model.config.max_position_embeddings = 220
-    model.save_pretrained(tmp_path / "model")
-    paths = [save(model, POLICY, make_text(model, n), tmp_path / f"{n}.safetensors") for n in (200, 219)]
-    with engine(tmp_path / "model", max_model_len=220) as llm:
-        assert reasons(ask(llm, [about(path, [5, 6]) for path in paths])) == ["length", "error"]
-
-
 def test_documents_of_a_folder(served: Served, tmp_path: Path) -> None:
     """Names and paths of the folder are taken, and no others."""
     (tmp_path / "folder").mkdir()

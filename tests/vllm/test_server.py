@@ -41,20 +41,6 @@ PROMPTLESS = {
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    return kvpolicy.tiny()
-
-
-@pytest.fixture(scope="module")
-def model(pair: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("vllm")
-    path = tmp_path_factory.mktemp("model")
-    for part in pair:
-        part.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def folder(pair: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("documents")
     for index, (name, policy) in enumerate(POLICIES.items()):
@@ -63,10 +49,12 @@ def folder(pair: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[VLLMServer, None, None]:
+def server(
+    checkpoint: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[VLLMServer, None, None]:
     # Few blocks, so that requests wait and are preempted.
     options = ["--num-gpu-blocks-override", "16"]
-    with serving(model, folder, tmp_path_factory.mktemp("log") / "server.log", options) as running:
+    with serving(checkpoint, folder, tmp_path_factory.mktemp("log") / "server.log", options) as running:
         yield running
 
 
@@ -204,9 +192,9 @@ def test_files_that_change_or_disappear(
 
 
 def test_two_servers_share_a_folder(
-    server: VLLMServer, model: Path, folder: Path, answer: Callable[[Path, str], str], tmp_path: Path
+    server: VLLMServer, checkpoint: Path, folder: Path, answer: Callable[[Path, str], str], tmp_path: Path
 ) -> None:
-    with serving(model, folder, tmp_path / "second.log") as second:
+    with serving(checkpoint, folder, tmp_path / "second.log") as second:
         for each in (server, second, server):
             found = each.post(CHAT, chat("codes", "?gold="))
             assert found.text == answer(folder / "codes.safetensors", "?gold=")
