@@ -99,6 +99,7 @@ def test_a_reference_in_tiles_is_that_of_one_piece() -> None:
         (["--policy", "full", "--tile", "x"], "1234", "--tile must be a number of tokens"),
         (["--policy", "full", "--margin", "-1"], "1234", "margin must be a number from 0, got -1.0; try 0.01."),
         (["--policy", "full", "--policy", "full+lowrank:rank=99"], "1234", "got 99"),
+        (["--policy", "full", "--policy", "snapkv@1KiB"], "1234", "The budget must be at least "),
         (["--policy", "full", "--tile", "none"], "1234\n" * 900, "must fit into 2,048 positions, got "),
     ],
 )

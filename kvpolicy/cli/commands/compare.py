@@ -62,6 +62,7 @@ def compare(
     from kvpolicy.cli.formatting import Progress
     from kvpolicy.cli.model_loading import check_longest, load
     from kvpolicy.hf.attach import attach
+    from kvpolicy.hf.plan import plan
     from kvpolicy.tuning.comparison import compare as difference
     from kvpolicy.tuning.comparison import verdict_line
     from kvpolicy.tuning.evidence import reference_logits, score
@@ -72,8 +73,11 @@ def compare(
     loaded, tokenizer = load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     check_longest(loaded, found)
+    lengths = {(len(window.prompt), len(window.follow)) for window in found}
     for policy in parsed:
         attach(loaded, policy, tile=tile_size, compile=compile).detach()
+        for before, new in lengths:  # budgets too small for one of the texts
+            plan(loaded, policy, prompt=before, new=new)
     # Whatever can be refused was: from here on, the model runs.
     progress = None if quiet or json else Progress(len(parsed) + 1, sys.stderr)
     reference = reference_logits(loaded, found, tile_size, progress and progress.part("full cache, for KL"))
