@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lm_eval import evaluator
@@ -22,6 +23,19 @@ def instances(
         Instance(request_type=kind, doc=doc or {}, arguments=some, idx=number, metadata=(task, number, 1))
         for number, some in enumerate(arguments)
     ]
+
+
+@contextmanager
+def forwards(model: Any) -> Generator[list[tuple[int, int]]]:
+    """Rows and columns of each forward meanwhile."""
+    seen: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(tuple(kwargs["input_ids"].shape))
+
+    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
+    yield seen
+    hook.remove()
 
 
 def manager(**metadata: Any) -> TaskManager:

@@ -67,9 +67,12 @@ def test_answers_and_rolling_texts_have_the_scores_of_one_forward(tiny, kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_question_that_is_fed_later_is_refused_where_the_angles_change(tiny, kind: str) -> None:
+def test_what_comes_behind_a_held_text_is_refused_where_the_angles_change(tiny, kind: str) -> None:
     model = model_of(kind, len(tiny[1]))
-    lm = KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200)
+    lm, grouped = (
+        KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200, group_by_prefix=least)
+        for least in (False, 8)
+    )
     until = {"until": ["\n"], "max_gen_toks": 3}
     for text in (lines(2), lines(5)):
         request = instances("generate_until", [(text, until)], doc={"held_back": text[-4:]})
@@ -82,16 +85,9 @@ def test_a_question_that_is_fed_later_is_refused_where_the_angles_change(tiny, k
             ):
                 lm.generate_until(request, disable_tqdm=True)
     assert len(tiny[1](lines(2)).input_ids) <= TRAINED < len(tiny[1](lines(5)).input_ids)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_behind_a_common_prefix_is_refused_where_the_angles_change(tiny, kind: str) -> None:
-    model = model_of(kind, len(tiny[1]))
-    lm = KVPolicyLM(pretrained=model, tokenizer=tiny[1], policy="window@1.0", max_length=200, group_by_prefix=8)
-    until = {"until": ["\n"], "max_gen_toks": 3}
     requests = instances("generate_until", [(f"{lines(2)}{first}{lines(4)}", until) for first in "ab"])
     with pytest.raises(KVPolicyError, match=rf"A prompt behind a common prefix must have the angles .* type {kind}"):
-        lm.generate_until(requests, disable_tqdm=True)
+        grouped.generate_until(requests, disable_tqdm=True)
 
 
 def test_requests_are_divided_by_their_angles() -> None:

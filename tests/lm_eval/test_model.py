@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
 from lm_eval.models import huggingface
 from lm_eval.utils import simple_parse_args_string
 from transformers import LlamaConfig
@@ -22,7 +20,7 @@ from kvpolicy import KVPolicyError
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.model import KVPolicyLM
-from tests.lm_eval.helpers import instances
+from tests.lm_eval.helpers import forwards, instances
 from tests.sampling import each_once, product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
@@ -112,11 +110,9 @@ def test_holdback_has_no_effect_if_nothing_is_evicted(make, choices):
 
 def test_answers_share_the_prefill_of_their_context(make, choices):
     lm = make(HARSH)
-    fed: list[int] = []
-    hook = lm.model.register_forward_pre_hook(lambda _m, _a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    answers(lm, choices[:3])
-    hook.remove()
-    assert sum(length > 10 for length in fed) == 1
+    with forwards(lm.model) as seen:
+        answers(lm, choices[:3])
+    assert sum(columns > 10 for _, columns in seen) == 1
     assert lm.stats.tallies["task/loglikelihood"].sequences == 1
 
 
@@ -250,11 +246,10 @@ def test_a_prompt_that_is_held_back_whole_changes_no_other(make, questions, beyo
     asked = others[0].doc["held_back"]
     whole = instances("generate_until", [(asked, questions[0].args[1])], doc={"held_back": asked, "beyond": beyond})
     lm = make("snapkv@0.4", batch_size=5, add_bos_token=False)
-    fed: list[int] = []
-    hook = lm.model.register_forward_pre_hook(lambda _m, _a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    found = answers(lm, [*others, *whole])
-    hook.remove()
-    assert len(lm.tok_encode(asked)) in fed and found == answers(lm, others) + answers(lm, whole)
+    with forwards(lm.model) as seen:
+        found = answers(lm, [*others, *whole])
+    assert len(lm.tok_encode(asked)) in [columns for _, columns in seen]
+    assert found == answers(lm, others) + answers(lm, whole)
 
 
 def test_a_length_without_room_for_an_answer_is_refused_as_by_generate(make, questions):
@@ -326,42 +321,6 @@ class Odd(LlamaConfig):
     """The config of a model that has an argument with a name similar to `budget`."""
 
     budge: int = 3
-
-
-def test_answers_are_cached_as_they_come(make, choices):
-    lm = make("h2o@0.2")
-    seen: list[tuple[str, tuple[str, str], tuple[float, bool]]] = []
-    lm.cache_hook = SimpleNamespace(add_partial=lambda *told: seen.append(told))
-    given = lm.loglikelihood(choices, disable_tqdm=True)
-    assert {(pair, answer) for kind, pair, answer in seen if kind == "loglikelihood"} == {
-        (choice.args, answer) for choice, answer in zip(choices, given, strict=True)
-    }
-
-
-def test_request_cache_of_another_policy_is_rejected(make, tmp_path: Path):
-    path = str(tmp_path / "answers.db")
-    request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
-    first = CachingLM(make("h2o@0.5"), path).loglikelihood(request)
-    assert CachingLM(make("h2o@0.5"), path).loglikelihood(request) == first
-    for other in (make("h2o@0.4"), make("h2o@0.5", holdback=2), make("full")):
-        with pytest.raises(ValueError, match=r"filled by .*policy=h2o@0\.5 .*use_cache"):
-            CachingLM(other, path)
-
-
-def test_request_cache_of_other_arguments_is_rejected(make) -> None:
-    """Those of HFLM that answers depend on; the number of rows in a batch is none, nor a default that is given."""
-    plain = make("h2o@0.5").fingerprint
-    assert make("h2o@0.5", batch_size=2, device="cpu", truncation=False).fingerprint == plain
-    assert make("h2o@0.5", add_bos_token=True).fingerprint == f"{plain} add_bos_token=True"
-    assert make("h2o@0.5", softmax_dtype="float32").fingerprint == f"{plain} softmax_dtype=float32"
-
-
-def test_request_cache_of_another_model_is_rejected(make, tiny, tmp_path: Path):
-    path = str(tmp_path / "answers.db")
-    request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
-    CachingLM(HFLM(pretrained=tiny[0], tokenizer=tiny[1]), path).loglikelihood(request)
-    with pytest.raises(ValueError, match="a model other than kvpolicy"):
-        CachingLM(make("full"), path)
 
 
 def test_a_longer_task_has_a_batch_size_of_its_own(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,24 +174,30 @@ def test_an_exact_policy_answers_as_without_groups(
     assert [b for _, b in found] == [b for _, b in want]
 
 
-def test_each_document_is_prefilled_once(
-    make: Any, questions: list[Instance], choices: list[Instance], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And compressed once, without the questions about it."""
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many rows each prefix is given to, and how long it is."""
     made: list[tuple[int, int]] = []
     fork = kvpolicy.PolicyCache.fork
 
     def noted(self: Any, rows: Any = None, **kwargs: Any) -> Any:
-        made.append((id(self.policy_layers[0].store), len(rows)))
+        made.append((len(rows), self.get_seq_length()))
         return fork(self, rows, **kwargs)
 
     monkeypatch.setattr(kvpolicy.PolicyCache, "fork", noted)
+    return made
+
+
+def test_each_document_is_prefilled_once(
+    make: Any, questions: list[Instance], choices: list[Instance], forks: list[tuple[int, int]]
+) -> None:
+    """And compressed once, without the questions about it."""
     lm = make("snapkv@0.4", batch_size=8, group_by_prefix=32)
     lm.generate_until(questions, disable_tqdm=True)
-    assert [rows for _, rows in made] == [3, 3]
-    made.clear()
+    assert [rows for rows, _ in forks] == [3, 3]
+    forks.clear()
     lm.loglikelihood(choices, disable_tqdm=True)
-    assert sorted(rows for _, rows in made) == [2, 6, 6]
+    assert sorted(rows for rows, _ in forks) == [2, 6, 6]
     costs = lm.get_model_info()["kvpolicy"]
     assert costs["group_by_prefix"] == 32
     plain = make("snapkv@0.4", batch_size=8)
@@ -202,7 +208,7 @@ def test_each_document_is_prefilled_once(
 
 
 def test_questions_of_different_lengths_share_the_text_that_is_compressed_before_them(
-    make: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    make: Any, texts: list[str], forks: list[tuple[int, int]]
 ) -> None:
     """Each document is prefilled once; a prompt without a question that is held back is no part of its group."""
     documents = sorted({text.rpartition("\n")[0] for text in texts})[:2]
@@ -211,20 +217,12 @@ def test_questions_of_different_lengths_share_the_text_that_is_compressed_before
     for request, (_, question) in zip(requests, asked, strict=True):
         request.doc = {"held_back": question, "beyond": True}
     requests += instances("generate_until", [(text, {"until": ["\n"], "max_gen_toks": 6}) for text in documents])
-    made: list[tuple[int, int]] = []
-    fork = kvpolicy.PolicyCache.fork
-
-    def noted(self: Any, rows: Any = None, **kwargs: Any) -> Any:
-        made.append((len(rows), self.get_seq_length()))
-        return fork(self, rows, **kwargs)
-
-    monkeypatch.setattr(kvpolicy.PolicyCache, "fork", noted)
     plain = make("full", batch_size=4).generate_until(requests, disable_tqdm=True)
-    assert made == []
+    assert forks == []
     grouped = make("full", batch_size=4, group_by_prefix=32)
     assert grouped.generate_until(requests, disable_tqdm=True) == plain
     # The questions begin alike, and are no part of the prefix even so.
-    assert sorted(made) == sorted((3, len(grouped.tok_encode(f"{document}\n"))) for document in documents)
+    assert sorted(forks) == sorted((3, len(grouped.tok_encode(f"{document}\n"))) for document in documents)
 
 
 def test_a_prompt_that_was_cut_is_answered_alone(make: Any, questions: list[Instance]) -> None:

@@ -6,12 +6,14 @@ import copy
 import logging
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
+from lm_eval.models import huggingface
 
 import kvpolicy
 from kvpolicy import KVPolicyError
@@ -26,11 +28,36 @@ UNTIL = {"until": ["\n"], "max_gen_toks": 6}
 REFUSED = r"The request cache must be of this run \(.*\), got one filled by .*; try another --use_cache path\."
 
 
+def test_another_policy_setting_or_model_is_refused(make: Any, tiny: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "answers.db")
+    request = asked("loglikelihood", ["tiger=1\n?tiger="])
+    first = CachingLM(make("h2o@0.5"), path).loglikelihood(request)
+    assert CachingLM(make("h2o@0.5"), path).loglikelihood(request) == first
+    for other in (make("h2o@0.4"), make("h2o@0.5", holdback=2), make("full")):
+        with pytest.raises(KVPolicyError, match=r"filled by .*policy=h2o@0\.5 .*use_cache"):
+            CachingLM(other, path)
+    plain: Any = huggingface.HFLM
+    path = str(tmp_path / "others.db")
+    CachingLM(plain(pretrained=tiny[0], tokenizer=tiny[1]), path).loglikelihood(request)
+    with pytest.raises(KVPolicyError, match="a model other than kvpolicy"):
+        CachingLM(make("full"), path)
+
+
+def test_answers_are_cached_as_they_come(make: Any) -> None:
+    lm = make("h2o@0.2")
+    pairs = [("tiger=1\n?tiger=", "1"), ("tiger=1\n?tiger=", "7"), ("wolf=4821\nlion=7\n?lion=", "7")]
+    requests = instances("loglikelihood", pairs)
+    seen: list[tuple[str, tuple[str, str], tuple[float, bool]]] = []
+    lm.cache_hook = SimpleNamespace(add_partial=lambda *told: seen.append(told))
+    given = lm.loglikelihood(requests, disable_tqdm=True)
+    assert sorted(seen) == sorted(("loglikelihood", one.args, got) for one, got in zip(requests, given, strict=True))
+
+
 def test_other_weights_of_the_same_name_are_refused(tiny: Any, tmp_path: Path) -> None:
     """A checkpoint that was trained on, in its folder or in memory."""
     model, tokenizer = tiny
     path = str(tmp_path / "answers.db")
-    request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
+    request = asked("loglikelihood", ["tiger=1\n?tiger="])
     CachingLM(KVPolicyLM(pretrained=model, tokenizer=tokenizer, policy="h2o@0.5"), path).loglikelihood(request)
     CachingLM(KVPolicyLM(pretrained=copy.deepcopy(model), tokenizer=tokenizer, policy="h2o@0.5"), path)
     for name in ("model.norm.weight", "model.layers.7.mlp.down_proj.weight"):
@@ -86,6 +113,15 @@ def test_files_are_hashed(tuned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
 )
 def test_arguments_that_answers_depend_on(arguments: dict[str, Any], text: str) -> None:
     assert describe_others(arguments) == text
+
+
+def test_arguments_of_hf_are_a_part_of_the_run(make: Any) -> None:
+    """But the number of rows in a batch, which changes no answer."""
+    plain = make("h2o@0.5").fingerprint
+    assert make("h2o@0.5", batch_size=2, device="cpu", truncation=False).fingerprint == plain
+    assert make("h2o@0.5", add_bos_token=True, softmax_dtype="float32").fingerprint == (
+        f"{plain} add_bos_token=True softmax_dtype=float32"
+    )
 
 
 @pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])

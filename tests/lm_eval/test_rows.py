@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -17,7 +15,7 @@ from kvpolicy_lm_eval import model as lm
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.rows import RowAnswer, answer_in_rows, rows_obstacle
 from tests.engine.test_text_angles import TRAINED, adapting
-from tests.lm_eval.helpers import instances
+from tests.lm_eval.helpers import forwards, instances
 from tests.sampling import product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
@@ -29,19 +27,6 @@ def requests(lengths: list[int], **arguments: Any) -> list[Instance]:
     texts = [prompts.recall(Random(n), 4 + n)[0] for n in range(len(lengths))]
     texts = [text.replace("?", "\n" * pad + "?") for text, pad in zip(texts, lengths, strict=True)]
     return instances("generate_until", [(text, asked) for text in texts])
-
-
-@contextmanager
-def forwards(model: torch.nn.Module) -> Generator[list[tuple[int, int]]]:
-    """Rows and columns of each forward meanwhile."""
-    seen: list[tuple[int, int]] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        seen.append(tuple(kwargs["input_ids"].shape))
-
-    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)  # pyright: ignore
-    yield seen
-    hook.remove()
 
 
 @product("policy", ["snapkv@0.3", "h2o@24", "uniform/adakv+snapkv@0.4", "snapkv+tokenwise:bits=4@0.5", "window@24"])

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features, Value
-from lm_eval import evaluator
-from lm_eval.tasks import TaskManager
 
 from kvpolicy import KVPolicyError
-from kvpolicy_lm_eval import scbench, startup
+from kvpolicy_lm_eval import scbench
 from kvpolicy_lm_eval.data.scbench import MAX_TURNS, SUBSETS
 from kvpolicy_lm_eval.held_back import find_held_back
 from kvpolicy_lm_eval.scbench_scores import SCORES
+from tests.lm_eval.helpers import load, manager, simple_evaluate
 
-simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 SCHEMA = json.loads((Path(__file__).parents[1] / "eval/sweep/datasets.json").read_text(encoding="utf-8"))
 MODES = ("multi_request", "multi_turn")
 GROUP = "kvpolicy_scbench"
@@ -278,15 +276,10 @@ def test_scores_by_hand(subset: str, right: list[str], answers: dict[str, float]
     assert {answer: SCORES[subset](answer, right) for answer in answers} == answers
 
 
-def manager(**metadata: Any) -> TaskManager:
-    return TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=metadata)
-
-
 @pytest.mark.usefixtures("hub")
 def test_the_group_has_both_modes_of_all_subsets() -> None:
     names = {f"{GROUP}_{mode}_{subset}": (mode, subset) for mode in MODES for subset in SUBSETS}
-    source: Any = manager()
-    found = source.load([GROUP])["tasks"] if hasattr(source, "load") else source.load_task_or_group([*names])
+    found = load(manager(), GROUP)
     assert sorted(found) == sorted(names) and list(SCORES) == list(SUBSETS) == list(ROWS)
     for name, task in found.items():
         mode, subset = names[name]

@@ -50,24 +50,9 @@ def alone(make) -> tuple[Samples, dict[str, Any]]:
 
 def command(folder: Path, arguments: str, *more: str) -> list[str]:
     """The arguments of lm-eval."""
-    return [
-        "--model",
-        "kvpolicy",
-        "--model_args",
-        f"policy={POLICY},{arguments}",
-        "--tasks",
-        ",".join(TASKS),
-        "--limit",
-        "2",
-        "--batch_size",
-        "2",
-        "--metadata",
-        json.dumps(SIZES),
-        "--log_samples",
-        "--output_path",
-        str(folder),
-        *more,
-    ]
+    words = f"--model kvpolicy --model_args policy={POLICY},{arguments} --tasks {','.join(TASKS)} --limit 2"
+    files = ["--metadata", json.dumps(SIZES), "--output_path", str(folder)]
+    return [*words.split(), "--batch_size", "2", "--log_samples", *files, *more]
 
 
 def samples(folder: Path) -> Samples:
