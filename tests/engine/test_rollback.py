@@ -218,9 +218,11 @@ def test_windows_that_record_their_past_lose_nothing_to_put_back(accepted: int) 
 
 def test_every_byte_of_a_log_is_counted() -> None:
     """Also that of copies before a demotion, and of windows."""
-    with prompted(words("h2o", "kivi", "labels:read=8"), "gemma2", lengths=(PROMPT, 17)) as (feed, _, cache):
+    policy = words("full", "kivi", "labels:read=8", budget="1.0")
+    with prompted(policy, "gemma2", lengths=(PROMPT, 17)) as (feed, _, cache):
         cache.mark(most=10)
         feed(cache, 0, 9)
+        assert len(cache.policy_layers[0].store.journal.entries) > 2, "blocks were encoded"
         # Each sliding layer of transformers holds the width of its window as a tensor of 8 bytes.
         assert stored_bytes(cache) == cache.nbytes + 8 * 3
         assert cache.report().nbytes == cache.nbytes
