@@ -59,13 +59,16 @@ def test_positions_count_the_tokens_of_a_row() -> None:
     assert measurement._position_ids(kvpolicy.tiny()[0], mask, 1)["position_ids"].tolist() == [[1], [3]]
 
 
-def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
-    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)  # without a tokenizer, which is not needed
+def save_gpt2(folder: Path, positions: int = 256) -> None:
+    """A small GPT-2 without a tokenizer, which is not needed."""
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": positions}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)).eval().save_pretrained(folder)
+
+
+def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path) -> None:
+    save_gpt2(tmp_path)
     assert "FAILED" not in run(f"bench h2o@0.5 --model {tmp_path} {FEW}")
-    config.n_positions = 128
-    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)
-    capsys.readouterr()
+    save_gpt2(tmp_path, 128)
     assert "must fit into 128 positions, got 192 and 4" in run(f"bench h2o@0.5 --model {tmp_path} {FEW}", 2)
 
 
@@ -76,10 +79,8 @@ def test_the_default_device_computes_in_float64(monkeypatch: pytest.MonkeyPatch)
         assert model_loading._device("") == device
 
 
-def test_damaged_weights_are_told_in_one_sentence(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
-    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)
-    capsys.readouterr()
+def test_damaged_weights_are_told_in_one_sentence(run: Run, tmp_path: Path) -> None:
+    save_gpt2(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"vocab_size": 40', '"vocab_size": 41'))
     error = run(f"bench full --model {tmp_path} {FEW}", 2)

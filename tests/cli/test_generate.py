@@ -174,16 +174,21 @@ def test_a_tiny_temperature_is_greedy(
     assert generate(words, capsys)[0] == wanted(tiny, PROMPT, "full", 6)[0] + "\n"
 
 
+def saved(tiny: tuple[Any, Any], folder: Path, *names: str, **fields: Any) -> str:
+    """A folder with the model, and other fields in some of its files."""
+    for part in tiny:
+        part.save_pretrained(folder)
+    for path in [folder / name for name in names]:
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return str(folder)
+
+
 def test_a_folder_and_its_chat_template(
     tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tokenizer = tiny
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}tiger=4821\n?tiger="
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    words = ["hello", "--model", str(tmp_path), "--policy", "full", "--new", "4", "--chat", "--dtype", "float32"]
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}tiger=4821\n?tiger="
+    model = saved(tiny, tmp_path, "tokenizer_config.json", chat_template=template)
+    words = ["hello", "--model", model, "--policy", "full", "--new", "4", "--chat", "--dtype", "float32"]
     text, _, _ = wanted(tiny, "[hello]tiger=4821\n?tiger=", "full", 4)
     capsys.readouterr()  # saving may have printed
     assert generate(words, capsys)[0] == f"{text}\n"
@@ -193,11 +198,7 @@ def test_a_checkpoint_that_was_saved_without_a_cache_has_one(
     tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training with checkpoints of activations leaves `use_cache: false` behind."""
-    for part in tiny:
-        part.save_pretrained(tmp_path)
-    for name in ("config.json", "generation_config.json"):
-        path = tmp_path / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_cache": False}))
+    saved(tiny, tmp_path, "config.json", "generation_config.json", use_cache=False)
     capsys.readouterr()  # saving may have printed
     text, _, cache = wanted(tiny, PROMPT, POLICY, 4)
     words = [PROMPT, "--model", str(tmp_path), "--policy", POLICY, "--new", "4", "--json"]
@@ -210,11 +211,8 @@ def test_a_generation_config_may_have_other_defaults(
     tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Strings that end a text are read, and its cache and its number of texts are those of the command."""
-    for part in tiny:
-        part.save_pretrained(tmp_path)
-    path = tmp_path / "generation_config.json"
     other = {"cache_implementation": "static", "num_return_sequences": 3, "do_sample": True, "stop_strings": ["3"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    saved(tiny, tmp_path, "generation_config.json", **other)
     capsys.readouterr()  # saving may have printed
     text, _, _ = wanted(tiny, PROMPT, "full", 6)
     assert "3" in text[:-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import threading
 import time
@@ -27,6 +29,39 @@ def client_of(port: int, key: str = "none", **options: Any) -> Any:
 def get(port: int, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
         return response.read().decode()
+
+
+def ask(port: int, method: str, path: str, body: bytes | None = None, *headers: tuple[str, str]) -> tuple[int, Any]:
+    """The status and the content of a response; with a body, JSON is sent unless a header says another type."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    names = {name for name, _ in headers}
+    try:
+        connection.putrequest(method, path, skip_host="Host" in names)
+        for name, value in headers:
+            connection.putheader(name, value)
+        if body is not None:
+            if "Content-Type" not in names:
+                connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        text = response.read().decode()
+        is_json = response.getheader("Content-Type", "").startswith("application/json")
+        return response.status, json.loads(text) if is_json and text else text
+    finally:
+        connection.close()
+
+
+def post(port: int, body: bytes, *headers: tuple[str, str]) -> tuple[int, Any]:
+    """The answer to the body of a completion."""
+    return ask(port, "POST", "/v1/completions", body, *headers)
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return "ok" in get(port, "/health")
+    except OSError:
+        return False
 
 
 def metric(port: int, name: str) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
-from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
+from tests.serving.servers import POLICY, PROMPT, ask, client_of, get, metric, running, wait_for
 
 KEY = "a key of the tests"
 
@@ -47,13 +45,12 @@ def texts(answer: Any) -> list[str]:
     return [found[index] for index in sorted(found)]
 
 
-def post(port: int, path: str, **fields: Any) -> str:
-    """The text of a response, in which a field that is missing is not the same as null."""
-    body = {"max_tokens": 3, "temperature": 0, **fields}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return response.read().decode()
+def sent(port: int, path: str, **fields: Any) -> Any:
+    """The content of a response, in which a field that is missing is not the same as null."""
+    body = json.dumps({"max_tokens": 3, "temperature": 0, **fields}).encode()
+    status, content = ask(port, "POST", f"/v1/{path}", body, ("Authorization", f"Bearer {KEY}"))
+    assert status == 200
+    return content
 
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -72,12 +69,12 @@ def test_a_model_whose_name_looks_like_a_file_of_the_hub(stream: bool) -> None:
 
 def test_fields_that_every_answer_has_are_null_without_a_value(port: int) -> None:
     """As the specification of the OpenAI API requires them."""
-    (chat,) = json.loads(post(port, "chat/completions", messages=MESSAGES))["choices"]
+    (chat,) = sent(port, "chat/completions", messages=MESSAGES)["choices"]
     assert chat.keys() == {"finish_reason", "index", "logprobs", "message"} and chat["logprobs"] is None
     assert chat["message"].keys() == {"role", "content", "refusal"} and chat["message"]["refusal"] is None
-    (text,) = json.loads(post(port, "completions", prompt=PROMPT))["choices"]
+    (text,) = sent(port, "completions", prompt=PROMPT)["choices"]
     assert text.keys() == {"finish_reason", "index", "logprobs", "text"} and text["logprobs"] is None
-    (text,) = json.loads(post(port, "completions", prompt=PROMPT, logprobs=1))["choices"]
+    (text,) = sent(port, "completions", prompt=PROMPT, logprobs=1)["choices"]
     assert all(isinstance(each, list) for each in text["logprobs"].values())
 
 
@@ -91,7 +88,7 @@ def test_every_chunk_of_a_stream_has_its_fields(
     """All have one time and one id; without an end or a usage, they say so."""
     seconds = iter(range(1000, 9999))  # every chunk of transformers' handler has another one
     monkeypatch.setattr("transformers.cli.serving.completion.time.time", lambda: next(seconds))
-    events = post(port, path, stream=True, stream_options={"include_usage": usage}, n=2, **fields).split("\n\n")
+    events = sent(port, path, stream=True, stream_options={"include_usage": usage}, n=2, **fields).split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
@@ -197,14 +194,9 @@ def test_penalties_and_limits_change_an_answer(client: Any) -> None:
 
 @pytest.mark.parametrize("header", [None, "Bearer another", KEY])
 def test_a_key_is_asked_for(header: str | None, port: int) -> None:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/models", headers={} if header is None else {"Authorization": header}
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
-    assert caught.value.code == 401
-    assert json.loads(caught.value.read())["error"]["code"] == "invalid_api_key"
-    caught.value.close()
+    headers = () if header is None else (("Authorization", header),)
+    status, answer = ask(port, "GET", "/v1/models", None, *headers)
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     assert "ok" in get(port, "/health") and "kvpolicy_rows 1" in get(port, "/metrics")
 
 

@@ -6,14 +6,13 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving.access import Hosts, check_names
-from tests.serving.servers import POLICY, running
+from tests.serving.servers import POLICY, ask, running
 
 
 @pytest.fixture(scope="module")
@@ -22,27 +21,10 @@ def port() -> Iterator[int]:
         yield number
 
 
-def ask(port: int, *hosts: str, path: str = "/health", body: bytes | None = None) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.putrequest("GET" if body is None else "POST", path, skip_host=True)
-        for host in hosts:
-            connection.putheader("Host", host)
-        if body is not None:
-            connection.putheader("Content-Type", "application/json")
-            connection.putheader("Content-Length", str(len(body)))
-        connection.endheaders(body)
-        response = connection.getresponse()
-        text = response.read().decode()
-        return response.status, json.loads(text) if text.startswith("{") else {"text": text}
-    finally:
-        connection.close()
-
-
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/completions", "/none"])
 def test_another_name_is_refused_for_every_path(path: str, port: int) -> None:
     body = json.dumps({"prompt": "tiger=4821\n?tiger=", "max_tokens": 1}).encode() if "comp" in path else None
-    status, answer = ask(port, "rebound.example:8000", path=path, body=body)
+    status, answer = ask(port, "POST" if body else "GET", path, body, ("Host", "rebound.example:8000"))
     assert status == 403
     assert answer["error"] == {
         "message": "The Host header must be a name or an address of this server, got 'rebound.example:8000'; try "
@@ -55,10 +37,10 @@ def test_another_name_is_refused_for_every_path(path: str, port: int) -> None:
 
 def test_the_names_of_the_server(port: int) -> None:
     for host in (f"127.0.0.1:{port}", "localhost", "LOCALHOST.:80", "[::1]:80", "gpu-box.example.com:8443"):
-        assert ask(port, host)[0] == 200
+        assert ask(port, "GET", "/health", None, ("Host", host))[0] == 200
     for host in ("", ":80", "localhost.example.com", "127.0.0.1.example.com", "box.gpu-box.example.com", "10.0.0.5"):
-        assert ask(port, host)[0] == 403
-    assert ask(port, "x" * 999)[1]["error"]["message"].count("x") == 60
+        assert ask(port, "GET", "/health", None, ("Host", host))[0] == 403
+    assert ask(port, "GET", "/health", None, ("Host", "x" * 999))[1]["error"]["message"].count("x") == 60
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])

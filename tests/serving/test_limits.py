@@ -21,7 +21,7 @@ from kvpolicy.serving.generation import configure, describe, make_jobs
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
-from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
+from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, post, running, wait_for
 
 LIMIT = body_limit(2048)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -39,16 +39,6 @@ def tiny() -> tuple[Any, Any]:
 def port(tiny: tuple[Any, Any]) -> Iterator[int]:
     with running(tiny) as number:
         yield number
-
-
-def post(port: int, body: bytes) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
 
 
 def complete(port: int, **fields: Any) -> tuple[int, dict[str, Any]]:

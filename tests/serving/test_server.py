@@ -9,8 +9,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +25,8 @@ from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import bind, listen, serving
 from kvpolicy.serving.templates import adapt_tokenizer
-from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, running, wait_for
+from tests.parallel.launchers import free_port
+from tests.serving.servers import POLICY, PROMPT, client_of, get, is_healthy, metric, post, running, wait_for
 from tests.vllm.documents import save
 
 
@@ -127,14 +126,8 @@ def test_bad_requests_get_a_sentence(fields: dict[str, Any], message: str, clien
 
 def test_a_body_that_is_not_json(port: int) -> None:
     for kind, body, status in (("application/json", b"{", 400), ("text/plain", b"{}", 415)):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", data=body, headers={"Content-Type": kind}
-        )
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=10)
-        assert caught.value.code == status
-        assert "must be" in json.loads(caught.value.read())["error"]["message"]
-        caught.value.close()
+        found, answer = post(port, body, ("Content-Type", kind))
+        assert found == status and "must be" in answer["error"]["message"]
 
 
 def test_a_client_that_leaves_frees_its_memory(client: Any, port: int) -> None:
@@ -158,18 +151,11 @@ def test_a_client_that_leaves_frees_its_memory(client: Any, port: int) -> None:
 def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes too long then ends with an error."""
     monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.1)
-    with bind("127.0.0.1", 0) as free:
-        number = free.getsockname()[1]
+    number = free_port()
     told: list[str] = []
 
-    def is_healthy() -> bool:
-        try:
-            return "ok" in get(number, "/health")
-        except OSError:
-            return False
-
     def end() -> None:
-        wait_for(is_healthy)
+        wait_for(lambda: is_healthy(number))
         with client_of(number) as client:
             stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
             next(stream)
@@ -196,23 +182,16 @@ def test_a_second_interrupt_ends_running_answers(
 ) -> None:
     """Their clients get an error; uvicorn would break them off, and log a traceback for each."""
     monkeypatch.setattr("kvpolicy.serving.server.GRACE", 20.0)
-    with bind("127.0.0.1", 0) as free:
-        number = free.getsockname()[1]
+    number = free_port()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
 
-    def is_healthy() -> bool:
-        try:
-            return "ok" in get(number, "/health")
-        except OSError:
-            return False
-
     def end() -> tuple[str, float]:
-        wait_for(is_healthy)
+        wait_for(lambda: is_healthy(number))
         with client_of(number, timeout=60) as client:
             stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
             next(stream)
             os.kill(os.getpid(), signal.SIGINT)
-            wait_for(lambda: not is_healthy())
+            wait_for(lambda: not is_healthy(number))
             begun = time.monotonic()
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(openai.APIError) as caught:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from kvpolicy.serving.server import following
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
 from tests.parallel.ranks import RankError, run_ranks
-from tests.serving.servers import client_of, get, metric, running
+from tests.serving.servers import client_of, is_healthy, metric, running
 from tests.vllm.documents import save
 
 POLICIES = ("snapkv@0.5", "squeeze+kvcrush/h2o+tokenwise@0.5", "uniform/adakv+snapkv@0.5")
@@ -65,39 +64,29 @@ def answers(port: int) -> list[tuple[list[str], int]]:
     return [([choice.text for choice in each.choices], each.usage.kvpolicy["kept_tokens"]) for each in found]
 
 
-def _serve(rank: int, world: int, folder: str, policy: str, rows: int) -> Any:
-    """On the first rank the answers, the bytes of a cache, and those of the server when all of them are gone."""
+def _serve(rank: int, world: int, folder: str, policy: str, rows: int, file: PrefixFile | None = None) -> Any:
+    """On the first rank: answers, bytes of a cache, tokens that were not computed, bytes of the text of a file, the
+    status of an answer that is too long, and whether the answers are the same again.
+    """
     capacity = Capacity(rows=rows, length=256)
     model, tokenizer = load(folder, tp=world)
     channel = Channel()
+    start = file.load if file else None
     if rank:
-        following(model, policy, channel, capacity=capacity)
+        following(model, policy, channel, start, capacity=capacity)
         return None
     how: dict[str, Any] = {"policy": policy, "capacity": capacity, "compile": False, "channel": channel}
-    with running((model, tokenizer), **how) as port:
+    with running((model, tokenizer), start, **how) as port:
         found = answers(port)
-        refused = _status(lambda: _complete(port, TEXT, 5000))
-        return found, ask(port, 0).usage.kvpolicy["cache_nbytes"], refused, answers(port) == found
+        usage = ask(port, 0).usage
+        cached = usage.prompt_tokens_details.cached_tokens if file else 0
+        held = usage.kvpolicy["cache_nbytes"], cached, metric(port, "prefix_nbytes")
+        return found, *held, _status(lambda: _complete(port, TEXT, 5000)), answers(port) == found
 
 
 def save_text(folder: str, policy: str, path: Path) -> None:
     """Save the cache of `TEXT`, on the ranks that share a model or on one."""
     save(load(folder, tp=int(os.environ.get("WORLD_SIZE", 1))), TEXT, policy, path)
-
-
-def _serve_text(rank: int, world: int, folder: str, file: PrefixFile, rows: int) -> Any:
-    """On the first rank the answers, how many tokens were not computed, the bytes of the text, and answers again."""
-    model, tokenizer = load(folder, tp=world)
-    capacity = Capacity(rows=rows, length=256)
-    channel = Channel()
-    if rank:
-        following(model, str(file.policy), channel, file.load, capacity=capacity)
-        return None
-    how: dict[str, Any] = {"policy": str(file.policy), "capacity": capacity, "compile": False, "channel": channel}
-    with running((model, tokenizer), file.load, **how) as port:
-        found = answers(port)
-        details = ask(port, 0).usage.prompt_tokens_details
-        return found, details.cached_tokens, metric(port, "prefix_nbytes"), answers(port) == found
 
 
 TEXT_POLICIES = ("kvzip+tokenwise:bits=8@0.5", "uniform/adakv+kvzip@0.5")
@@ -121,7 +110,8 @@ def test_two_ranks_divide_a_saved_cache(policy: str, rows: int, shared: bool, fo
     ) as port:
         alone = answers(port)
         nbytes = metric(port, "prefix_nbytes")
-    (found, cached, own, again), _ = run_ranks(_serve_text, 2, folder, PrefixFile(path, parsed, shared, 2), rows)
+    file = PrefixFile(path, parsed, shared, 2)
+    (found, _, cached, own, _, again), _ = run_ranks(_serve, 2, folder, policy, rows, file)
     assert [texts for texts, _ in found] == [texts for texts, _ in alone]
     if not policy.startswith("uniform/"):
         assert found == alone
@@ -131,7 +121,8 @@ def test_two_ranks_divide_a_saved_cache(policy: str, rows: int, shared: bool, fo
 def _save_and_serve(rank: int, world: int, folder: str, policy: str, path: str) -> Any:
     save_text(folder, policy, Path(path))
     torch.distributed.barrier()
-    return _serve_text(rank, world, folder, PrefixFile(Path(path), kvpolicy.Policy.parse(policy), False, world), 1)
+    file = PrefixFile(Path(path), kvpolicy.Policy.parse(policy), False, world)
+    return _serve(rank, world, folder, policy, 1, file)
 
 
 def test_ranks_start_from_the_files_that_they_wrote(folder: str, tmp_path: Path) -> None:
@@ -163,7 +154,7 @@ def test_two_ranks_answer_as_one(policy: str, rows: int, folder: str) -> None:
     with running(kvpolicy.tiny(), policy=policy, capacity=capacity, compile=False) as port:
         alone = answers(port)
         nbytes = ask(port, 0).usage.kvpolicy["cache_nbytes"]
-    (found, own, refused, again), other = run_ranks(_serve, 2, folder, policy, rows)
+    (found, own, _, _, refused, again), other = run_ranks(_serve, 2, folder, policy, rows)
     assert [texts for texts, _ in found] == [texts for texts, _ in alone]
     if not policy.startswith("uniform/"):  # whose heads keep different numbers, of which a rank knows its own
         assert found == alone
@@ -183,7 +174,7 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
     with subprocess.Popen(launch, env=environment, stderr=subprocess.DEVNULL, start_new_session=True) as job:
         try:
             deadline = time.monotonic() + LIMIT
-            while _unreachable(port):
+            while not is_healthy(port):
                 assert job.poll() is None and time.monotonic() < deadline
                 time.sleep(0.5)
             answer = ask(port, 1, folder)
@@ -194,14 +185,6 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)  # the ranks too
-
-
-def _unreachable(port: int) -> bool:
-    try:
-        get(port, "/health")
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return True
-    return False
 
 
 class Recorder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import http.client
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from kvpolicy.serving.forwards import ManyRows
 from kvpolicy.serving.generation import Job
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.server import bind, run, serving
-from tests.serving.servers import client_of, metric, wait_for
+from tests.serving.servers import client_of, metric, post, wait_for
 from tests.serving.test_rows import PAIRS, prompt_of
 
 REQUESTS = 1000
@@ -137,27 +136,18 @@ class Clients:
         """A request for one answer, which is counted once however early its client leaves."""
         return fields_of(draw.choice([number for number in range(KNOWN) if count_of(number) == 1]))
 
-    def leave(self, draw: random.Random) -> None:
-        """In the middle of a stream."""
+    def leave(self, draw: random.Random, **how: Any) -> None:
+        """In the middle of a stream, or before the answer comes."""
         path, fields = self.single(draw)
         api: Any = self.api.chat.completions if path == "chat" else self.api.completions
         self.note(any=1)
         try:
-            stream = api.create(model="tiny", **{**fields, "max_tokens": 100}, stream=True)
-            next(iter(stream), None)
-            stream.close()
-        except openai.APIError as error:
-            assert "ArithmeticError" in str(error), error
-
-    def give_up(self, draw: random.Random) -> None:
-        """Before the answer comes."""
-        path, fields = self.single(draw)
-        api: Any = self.api.chat.completions if path == "chat" else self.api.completions
-        self.note(any=1)
-        try:
-            api.create(model="tiny", **{**fields, "max_tokens": 100}, timeout=draw.choice([0.1, 0.3]))
+            made = api.create(model="tiny", **{**fields, "max_tokens": 100}, **how)
+            if "stream" in how:
+                next(iter(made), None)
+                made.close()
         except openai.APITimeoutError:
-            pass
+            assert "timeout" in how
         except openai.APIError as error:
             assert "ArithmeticError" in str(error), error
 
@@ -199,25 +189,15 @@ class Clients:
             ]
         )
         self.note(refused=1)
-        got = self.post(body, kind)
+        got, _ = post(self.port, body, ("Content-Type", kind))
         if got != status:
             self.wrong.append(f"{body[:60]!r}: status {got} instead of {status}")
 
     def unlucky(self, draw: random.Random) -> None:
         self.note(failed=1)
-        got = self.post(json.dumps({"prompt": UNLUCKY, "stream": draw.random() < 0.5}).encode())
+        got, _ = post(self.port, json.dumps({"prompt": UNLUCKY, "stream": draw.random() < 0.5}).encode())
         if got != 500:
             self.wrong.append(f"status {got} for a prompt at which the model fails")
-
-    def post(self, body: bytes, kind: str = "application/json") -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request("POST", "/v1/completions", body, {"Content-Type": kind})
-            response = connection.getresponse()
-            json.loads(response.read())
-            return response.status
-        finally:
-            connection.close()
 
     def one(self, number: int) -> None:
         """One request of the lot."""
@@ -225,8 +205,8 @@ class Clients:
         does: dict[str, tuple[int, Callable[[], None]]] = {
             "whole": (4, lambda: self.ask(draw, stream=False)),
             "stream": (4, lambda: self.ask(draw, stream=True)),
-            "leave": (2, lambda: self.leave(draw)),
-            "give up": (2, lambda: self.give_up(draw)),
+            "leave": (2, lambda: self.leave(draw, stream=True)),
+            "give up": (2, lambda: self.leave(draw, timeout=draw.choice([0.1, 0.3]))),
             "hang up": (3, lambda: self.hang_up(draw)),
             "refused": (2, lambda: self.refused(draw)),
             "unlucky": (1, lambda: self.unlucky(draw)),

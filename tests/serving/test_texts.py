@@ -48,14 +48,6 @@ def say(client: Any, stream: bool, **fields: Any) -> tuple[list[str], str]:
     return texts, chunks[-1].choices[0].finish_reason
 
 
-def test_the_model_is_as_the_tests_need_it() -> None:
-    model, tokenizer = counting_model()
-    ids = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).input_ids
-    out = model.generate(ids, max_new_tokens=20, do_sample=False)[0]
-    assert tokenizer.decode(out, skip_special_tokens=True) == PROMPT + ANSWER
-    assert tokenizer.decode(out[ids.shape[1] :], skip_special_tokens=True) == ANSWER[1:]
-
-
 @pytest.mark.parametrize("ask", [answer, say])
 def test_an_answer_begins_with_its_space(ask: Any, client: Any) -> None:
     assert ask(client, False) == ([ANSWER], "stop")

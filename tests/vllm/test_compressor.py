@@ -18,7 +18,6 @@ from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_vllm import compressor as compressing
 from kvpolicy_vllm.compressor import Compressor, EngineLayer
 from kvpolicy_vllm.ledger import LastToken, Part, Saving, Work
-from kvpolicy_vllm.recipe import Recipe
 from kvpolicy_vllm.taps import compressor_of
 from tests.sampling import each_once, product
 from tests.vllm.compressed import POLICIES, recipe_of
@@ -60,13 +59,16 @@ class Text(NamedTuple):
 
 
 class Rank:
-    """A rank of an engine that runs steps."""
+    """A rank of an engine that runs steps under a policy."""
 
-    def __init__(self, saved: Saved, recipe: Recipe, transform: ScoreTransform) -> None:
+    def __init__(self, saved: Saved, policy: str, kind: str = "plain") -> None:
+        self.recipe = recipe_of(policy)
+        self.transform = TRANSFORMS[kind]
+        self.saved = saved
         self.pools = [Pool() for _ in range(LAYERS)]
         ropes = saved.engine.skeleton.rotations
-        layers = {n: EngineLayer(ropes[n], transform, pool, DIM) for n, pool in enumerate(self.pools)}
-        self.compressor = Compressor(recipe, layers)
+        layers = {n: EngineLayer(ropes[n], self.transform, pool, DIM) for n, pool in enumerate(self.pools)}
+        self.compressor = Compressor(self.recipe, layers)
         self.lost: set[int] = set()
 
     def step(self, parts: Sequence[tuple[Text, int, int]], last: Sequence[LastToken] = (), **work: Any) -> list[Tensor]:
@@ -104,6 +106,37 @@ class Rank:
         self.compressor.end()
         return outs
 
+    def wanted(self, text: Text, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values that each head keeps of a prompt in one piece, moved, in order of positions, but the last."""
+        rope = self.saved.engine.skeleton.rotations[layer]
+        q, k, v = (t[layer].transpose(0, 1)[None] for t in text[1:4])
+        store = make_store(self.recipe.policy, layer, rope)
+        store.initialize(k, group=GROUP)
+        _, pending = store.attend_prompt(q, k, v, None, self.transform)
+        store.compress(pending, self.recipe.budget(text.total))
+        found: list[tuple[Tensor, Tensor]] = []
+        for head, places in enumerate(store.tensors.positions[0].tolist()):
+            kept = sorted(place for place in places if place >= 0)
+            assert len(kept) == self.recipe.kept(text.total) and kept[-1] == text.total - 1
+            keys = moved(k[0, head : head + 1, kept[:-1]], text.total - len(kept), rope)
+            found.append((keys[0], v[0, head, kept[:-1]]))
+        return found
+
+    def check(self, text: Text) -> None:
+        """Take a prompt, and compare it."""
+        layers = self.compressor.take(text.name)
+        assert [layer.layer_idx for layer in layers] == [*range(LAYERS)]
+        for number, layer in enumerate(layers):
+            assert layer.keys.device.type == "cpu"
+            for head, (keys, values) in enumerate(self.wanted(text, number)):
+                assert torch.equal(layer.values[head], values)
+                torch.testing.assert_close(layer.keys[head], keys, atol=1e-5, rtol=1e-5)
+
+    def fails(self, text: Text) -> None:
+        """A prompt is not there."""
+        with pytest.raises(KVPolicyError, match="must be compressed, got an error"):
+            self.compressor.take(text.name)
+
 
 def slots_of(blocks: Sequence[int], start: int, stop: int) -> list[int]:
     return [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, stop)]
@@ -117,35 +150,6 @@ def text_of(tokens: int, seed: int = 0, first: int = 1) -> Text:
     return Text(f"t{next(NAMES)}", q, k, v, out, blocks)
 
 
-def wanted(
-    saved: Saved, recipe: Recipe, transform: ScoreTransform, text: Text, layer: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values that each head keeps of a prompt in one piece, moved, in the order of positions, but the last."""
-    rope = saved.engine.skeleton.rotations[layer]
-    q, k, v = (t[layer].transpose(0, 1)[None] for t in text[1:4])
-    store = make_store(recipe.policy, layer, rope)
-    store.initialize(k, group=GROUP)
-    _, pending = store.attend_prompt(q, k, v, None, transform)
-    store.compress(pending, recipe.budget(text.total))
-    found: list[tuple[Tensor, Tensor]] = []
-    for head, places in enumerate(store.tensors.positions[0].tolist()):
-        kept = sorted(place for place in places if place >= 0)
-        assert len(kept) == recipe.kept(text.total) and kept[-1] == text.total - 1
-        keys = moved(k[0, head : head + 1, kept[:-1]], text.total - len(kept), rope)
-        found.append((keys[0], v[0, head, kept[:-1]]))
-    return found
-
-
-def check(saved: Saved, rank: Rank, recipe: Recipe, transform: ScoreTransform, text: Text) -> None:
-    layers = rank.compressor.take(text.name)
-    assert [layer.layer_idx for layer in layers] == [*range(LAYERS)]
-    for number, layer in enumerate(layers):
-        assert layer.keys.device.type == "cpu"
-        for head, (keys, values) in enumerate(wanted(saved, recipe, transform, text, number)):
-            assert torch.equal(layer.values[head], values)
-            torch.testing.assert_close(layer.keys[head], keys, atol=1e-5, rtol=1e-5)
-
-
 TRANSFORMS = {
     "plain": ScoreTransform(DIM**-0.5),
     "capped": ScoreTransform(DIM**-0.5, softcap=3.0),
@@ -155,49 +159,43 @@ TRANSFORMS = {
 
 @product("policy,kind", POLICIES, [*TRANSFORMS], sample=each_once(POLICIES, [*TRANSFORMS]))
 def test_parts_are_one_piece(saved: Saved, policy: str, kind: str) -> None:
-    recipe = recipe_of(policy)
-    transform = TRANSFORMS[kind]
-    rank = Rank(saved, recipe, transform)
+    rank = Rank(saved, policy, kind)
     for tokens, ends in ((70, [70]), (81, [1, 2, 64, 80, 81]), (100, [33, 99, 100]), (100, [7, 100]), (64, [63, 64])):
         text = text_of(tokens, tokens)
         for start, stop in itertools.pairwise([0, *ends]):
             rank.step([(text, start, stop)])
-        check(saved, rank, recipe, transform, text)
+        rank.check(text)
 
 
 @pytest.mark.parametrize("policy", ["snapkv:window=8@0.4", "h2o@0.3", "expected@0.3"])
 def test_several_prompts_of_a_step(saved: Saved, policy: str) -> None:
-    recipe = recipe_of(policy)
-    transform = TRANSFORMS["plain"]
-    rank = Rank(saved, recipe, transform)
+    rank = Rank(saved, policy)
     one = text_of(90, 1)
     two = text_of(90, 2, 20)
     three = text_of(70, 3, 40)
     rank.step([(one, 0, 40), (two, 0, 90)])
     rank.step([(three, 0, 10), (one, 40, 90)])
-    check(saved, rank, recipe, transform, one)
+    rank.check(one)
     rank.step([(three, 10, 70)])
-    check(saved, rank, recipe, transform, three)
-    check(saved, rank, recipe, transform, two)
+    rank.check(three)
+    rank.check(two)
 
 
 @product("policy,again", POLICIES, [0, 16, 32], sample=each_once(POLICIES, [0, 16, 32]))
 def test_parts_that_are_computed_again(saved: Saved, policy: str, again: int) -> None:
     """A prompt that is preempted begins anew, or behind blocks that are still in the prefix cache."""
-    recipe = recipe_of(policy)
-    transform = TRANSFORMS["plain"]
-    rank = Rank(saved, recipe, transform)
+    rank = Rank(saved, policy)
     text = text_of(80)
     rank.step([(text, 0, 50)])
     other = text._replace(blocks=(*text.blocks[: again // BLOCK], *range(50, 50 + len(text.blocks) - again // BLOCK)))
     for start, stop in itertools.pairwise([again, 40, 60, 80]):
         if again < stop:
             rank.step([(other, max(start, again), stop)])
-    check(saved, rank, recipe, transform, text)
+    rank.check(text)
 
 
 def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
-    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    rank = Rank(saved, "window@0.5")
     one = text_of(70, 1)
     two = text_of(80, 2, 20)
     rank.step([(one, 0, 70), (two, 0, 30)])
@@ -214,7 +212,7 @@ def test_the_output_of_the_last_token_is_put_back(saved: Saved) -> None:
 
 def test_last_tokens_that_are_not_seen_are_lost(saved: Saved) -> None:
     """As in a graph of a whole step, which no layer of Python takes part in."""
-    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    rank = Rank(saved, "window@0.5")
     text = text_of(70)
     rank.step([(text, 0, 70)])
     assert not rank.lost and not rank.compressor.lost_blocks()
@@ -247,8 +245,7 @@ def test_layers_that_write_their_keys_before_attention_are_refused(saved: Saved)
 
 
 def test_what_is_held(saved: Saved) -> None:
-    recipe = recipe_of("window@41")
-    rank = Rank(saved, recipe, TRANSFORMS["plain"])
+    rank = Rank(saved, "window@41")
     text = text_of(80)
     outputs = LAYERS * HEADS * GROUP * DIM * 4
     kept = LAYERS * 2 * HEADS * 40 * DIM * 4
@@ -260,21 +257,18 @@ def test_what_is_held(saved: Saved) -> None:
     assert rank.compressor.nbytes == outputs
     rank.step([], dropped=[text.name])
     assert rank.compressor.nbytes == 0 and rank.compressor.peak == outputs + kept
-    with pytest.raises(KVPolicyError, match="must be compressed, got an error"):
-        rank.compressor.take(text.name)
-    summing = Rank(saved, recipe_of("h2o@41"), TRANSFORMS["plain"])
+    rank.fails(text)
+    summing = Rank(saved, "h2o@41")
     summing.step([(text, 0, 50)])
     assert summing.compressor.nbytes == LAYERS * HEADS * GROUP * 80 * 4
 
 
 def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
-    recipe = recipe_of("keydiff@0.5")
-    transform = TRANSFORMS["plain"]
-    rank = Rank(saved, recipe, transform)
+    rank = Rank(saved, "keydiff@0.5")
     text = text_of(80)
     rank.step([(text, 0, 80)])
     blocks = (9, 8, 7)
-    kept = recipe.kept(80) - 1
+    kept = rank.recipe.kept(80) - 1
     at = slots_of(blocks, 0, kept)
     for pool, layer in zip(rank.pools, rank.compressor.take(text.name), strict=True):
         pool.keys[at] = layer.keys.transpose(0, 1)
@@ -284,14 +278,12 @@ def test_prompts_that_leave_their_blocks_are_saved(saved: Saved) -> None:
     assert rank.compressor.peak == rank.compressor.nbytes > 0
     other = text_of(40, 5, 7)  # gets the blocks in the same step
     rank.step([(other, 0, 40)])
-    check(saved, rank, recipe, transform, text)
+    rank.check(text)
 
 
 @pytest.mark.parametrize("what", ["_gather", "_compressed", "_begun"])
 def test_what_goes_wrong_with_a_prompt_is_its_own(saved: Saved, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of("snapkv:window=8@0.4")
-    transform = TRANSFORMS["plain"]
-    rank = Rank(saved, recipe, transform)
+    rank = Rank(saved, "snapkv:window=8@0.4")
     good = text_of(80, 1)
     bad = text_of(90, 2, 20)
     original = getattr(rank.compressor, what)
@@ -303,28 +295,25 @@ def test_what_goes_wrong_with_a_prompt_is_its_own(saved: Saved, what: str, monke
 
     monkeypatch.setattr(rank.compressor, what, broken)
     rank.step([(bad, 0, 90), (good, 0, 80)])
-    check(saved, rank, recipe, transform, good)
-    with pytest.raises(KVPolicyError, match="must be compressed, got an error"):
-        rank.compressor.take(bad.name)
+    rank.check(good)
+    rank.fails(bad)
     rank.step([], dropped=[good.name, bad.name])
     assert not rank.compressor.nbytes and not rank.compressor._failed
 
 
 def test_a_prompt_of_which_parts_are_missing_fails(saved: Saved) -> None:
-    rank = Rank(saved, recipe_of("window@0.5"), TRANSFORMS["plain"])
+    rank = Rank(saved, "window@0.5")
     text = text_of(80)
     rank.step([(text, 10, 80)])
-    with pytest.raises(KVPolicyError, match="must be compressed, got an error"):
-        rank.compressor.take(text.name)
+    rank.fails(text)
 
 
 def test_a_selector_that_evicts_the_last_token_fails(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """No built-in one does; the last token is computed again, and would be there twice otherwise."""
-    recipe = recipe_of("window@0.5")
     text = text_of(80)
-    rank = Rank(saved, recipe, TRANSFORMS["plain"])
+    rank = Rank(saved, "window@0.5")
 
-    class Oldest(type(recipe.policy.selector)):
+    class Oldest(type(rank.recipe.policy.selector)):
         __slots__ = ()
 
         def priority(self, state: Any, view: Any) -> Tensor:
@@ -337,5 +326,4 @@ def test_a_selector_that_evicts_the_last_token_fails(saved: Saved, monkeypatch: 
 
     monkeypatch.setattr(compressing, "make_store", make)
     rank.step([(text, 0, 80)])
-    with pytest.raises(KVPolicyError, match="must be compressed, got an error"):
-        rank.compressor.take(text.name)
+    rank.fails(text)

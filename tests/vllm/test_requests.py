@@ -62,10 +62,15 @@ def schedule(requests: Requests, request: Request, computed: int = 0, blocks: Se
     return external
 
 
+def begun(requests: Requests, request: Request, computed: int = 0, blocks: Sequence[int] = (3, 9, 4)) -> int:
+    """Admit a request and begin it."""
+    requests.admit(request)
+    return schedule(requests, request, computed, blocks)
+
+
 def refusal(requests: Requests, request: Request) -> str:
     """Why a request is refused."""
-    requests.admit(request)
-    assert schedule(requests, request) == 1
+    assert begun(requests, request) == 1
     (load,) = requests.take()
     assert load.path == "" and (load.start, load.kept) == (0, 1)
     return load.reason
@@ -75,8 +80,7 @@ def test_a_request_loads_what_is_not_in_the_prefix_cache(saved: Saved, requests:
     found = read_document(saved.path)
     for computed in (0, 16, 32):
         request = about(saved)
-        requests.admit(request)
-        assert schedule(requests, request, computed) == 35 - computed
+        assert begun(requests, request, computed) == 35 - computed
         wanted = Load(request.request_id, str(saved.path), found.digest, 35, computed, (3, 9, 4))
         assert requests.take() == [wanted] and requests.take() == []
 
@@ -92,8 +96,7 @@ def test_a_request_whose_document_is_computed_loads_nothing(saved: Saved, reques
 def test_plain_requests_are_not_touched(requests: Requests) -> None:
     for salt, params, skip in ((None, None, True), ("mine", {}, False), (None, {"do_remote_prefill": False}, True)):
         request = Request(range(3, 40), salt, params, skip=skip)
-        requests.admit(request)
-        assert schedule(requests, request) == 0 and requests.take() == []
+        assert begun(requests, request) == 0 and requests.take() == []
         assert (request.cache_salt, request.kv_transfer_params) == (salt, params)
         assert request.skip_reading_prefix_cache is skip and request.block_hashes[0][0] == salt
 
@@ -125,8 +128,7 @@ def test_a_request_that_could_not_be_scheduled_is_asked_about_again(saved: Saved
 
 def test_resumed_requests_load_again(saved: Saved, requests: Requests) -> None:
     request = about(saved)
-    requests.admit(request)
-    schedule(requests, request)
+    begun(requests, request)
     requests.take()
     request._all_token_ids += [7] * 20
     assert schedule(requests, request, 0, (8, 7, 6, 5)) == 35
@@ -137,8 +139,7 @@ def test_resumed_requests_load_again(saved: Saved, requests: Requests) -> None:
 
 def test_forgotten_requests_leave_nothing(saved: Saved, requests: Requests) -> None:
     for request in (about(saved), Request([5, 6], SALT), Request([5])):
-        requests.admit(request)
-        schedule(requests, request)
+        begun(requests, request)
         requests.forget(request)
         requests.forget(request)
     assert not requests._known and not requests._computed
@@ -226,8 +227,7 @@ def test_blocks_behind_failed_ones_are_spoiled(saved: Saved, requests: Requests)
     shares = about(saved)
     other = about(saved)
     for request, computed, blocks in ((loads, 16, (1, 2, 3)), (shares, 32, (1, 2, 4)), (other, 0, (5, 6, 7))):
-        requests.admit(request)
-        schedule(requests, request, computed, blocks)
+        begun(requests, request, computed, blocks)
         requests.take()
         requests.forget(request)
     assert requests.failed({2}) == {2, 3, 4}
@@ -239,8 +239,7 @@ def test_a_request_whose_load_failed_is_refused_when_it_comes_back(saved: Saved,
     fails = about(saved)
     earlier = about(saved)
     for request, blocks in ((earlier, (1, 2, 3)), (fails, (2, 5, 6))):  # the earlier one has given its blocks back
-        requests.admit(request)
-        schedule(requests, request, 0, blocks)
+        begun(requests, request, 0, blocks)
         requests.take()
     assert requests.failed({2, 5, 6}) == {2, 3, 5, 6}
     assert schedule(requests, fails) == 1
@@ -250,8 +249,7 @@ def test_a_request_whose_load_failed_is_refused_when_it_comes_back(saved: Saved,
 
 def test_steps_that_are_long_over_are_forgotten(saved: Saved, requests: Requests) -> None:
     request = about(saved)
-    requests.admit(request)
-    schedule(requests, request)
+    begun(requests, request)
     for _ in range(STEPS):
         requests.take()
     assert requests.failed({3}) == set()
