@@ -10,12 +10,7 @@ from kvpolicy_eval.bench import serve
 from kvpolicy_eval.bench.__main__ import main
 from kvpolicy_eval.bench.clients import Measured, requests
 from kvpolicy_eval.bench.stock_servers import NAMES, Place
-
-
-def cells(text: str) -> list[list[str]]:
-    """The rows of the table that a command has printed, without its head."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line] for line in lines[2:]]
+from tests.eval.pages import cells
 
 
 def test_every_server_gets_both_workloads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +34,7 @@ def test_every_server_gets_both_workloads(monkeypatch: pytest.MonkeyPatch, capsy
     options = ["--policies", "h2o@256", "--beside", *NAMES, "--vllm", "env"]
     main(["serve", *options])
     table = cells(capsys.readouterr().out)
-    servers = ["`full`", "`full`", "`h2o@256`", "`h2o@256`", *(serve.TITLES[name] for name in NAMES)]
+    servers = ["full", "full", "h2o@256", "h2o@256", *(serve.TITLES[name].strip("`") for name in NAMES)]
     assert [row[:2] for row in table] == [[work, server] for work in ("chat", "documents") for server in servers]
     assert [row[6] for row in table if row[1] == "vLLM"] == ["1.50x", "1.50x"]  # over four rows of `full`
     longest = {work: serve.WORKLOADS[work].length for work in serve.WORKLOADS}
@@ -55,5 +50,5 @@ def test_documents_beside_another_server(capsys: pytest.CaptureFixture[str]) -> 
     options = ["--quick", "--requests", "documents", "--full-rows", "2", "--policies", "full"]
     main(["serve", *options, "--beside", "batching"])
     table = cells(capsys.readouterr().out)
-    assert [row[1] for row in table] == ["`full`", "`full`", serve.TITLES["batching"]]
+    assert [row[1] for row in table] == ["full", "full", serve.TITLES["batching"].strip("`")]
     assert all(float(row[4]) > 0 for row in table)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpolicy
-from kvpolicy import Policy, registry
+from kvpolicy import H2O, Policy, registry
+from kvpolicy.text.arguments import named_options
 from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
@@ -20,11 +23,12 @@ from kvpolicy_eval.board.cells import DOCS, MARKED, SHARES, Board, Cell, accurac
 from kvpolicy_eval.board.order import LEAST, order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, row, tables, top
 from kvpolicy_eval.board.peers import PEERS
-from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.policies import CODECS, SELECTOR, Entry, entries, kind_of
 from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.data.tasks import draw_prompts
+from tests.eval.pages import first_lines, page_with, text_at
 
 ASSETS = Path(__file__).parents[3] / "docs" / "assets"
 FULL = Entry("full", "all tokens")
@@ -184,17 +188,14 @@ def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Bo
 
 def test_the_page_and_the_file_have_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when they were written: others may be added to the results later."""
-    page = (ASSETS.parent / "board.md").read_text(encoding="utf-8")
-    text = page.partition("<!-- table:board-top -->\n")[2].partition("\n<!-- /table -->")[0]
+    page = ASSETS.parent / "board.md"
+    text = text_at(page, "board-top")
     count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
-    lines = (ASSETS / "board.jsonl").read_text(encoding="utf-8").splitlines()
-    assert 0 < count <= len(lines)
-    (tmp_path / "board.jsonl").write_text("\n".join(lines[:count]), encoding="utf-8")
-    board = Board(tmp_path / "board.jsonl", DOCS, "tiny-4k")
+    board = Board(first_lines(ASSETS / "board.jsonl", count, tmp_path), DOCS, "tiny-4k")
     listed = [*entries("tiny-4k"), *PEERS]
     shares = sorted(SHARES, reverse=True)
     assert text == top(board, listed, shares)
-    assert order(board, entries("tiny-4k"), shares) in page
+    assert order(board, entries("tiny-4k"), shares) in page.read_text(encoding="utf-8")
     write_rows(tmp_path / "board.csv", board, listed, shares)
     assert (tmp_path / "board.csv").read_text(encoding="utf-8") == (ASSETS / "board.csv").read_text(encoding="utf-8")
 
@@ -263,9 +264,7 @@ def test_the_frontier_equals_a_search_over_all_pairs() -> None:
 
 
 def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    places = ("board-top", "board-order", "board-refused", "board-peers-refused")
-    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in places))
+    page = page_with(tmp_path / "page.md", "board-top", "board-order", "board-refused", "board-peers-refused")
     arguments = ["--results", str(board.results), "--lengths", "512", "--shares", "0.1", "--n", "4", "--model", "tiny"]
     arguments += ["--only", "full", "snapkv", "--fill", str(page), "--pictures", str(tmp_path), "--no-times"]
     main(arguments)
@@ -326,3 +325,34 @@ def test_snapkv_answers_as_that_of_kvpress_with_the_same_window() -> None:
         both = [Cell(entry, 0.1, "inside", length) for entry in (theirs, Entry("snapkv:window=8", "selector"))]
         one, other = (accuracy([board.known_cell(cell) or {}]) for cell in both)
         assert one and other and abs(one.mean - other.mean) < 0.03
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mine(H2O):
+    """A selector of another package."""
+
+
+def test_listed_parts_have_the_kind_of_their_section() -> None:
+    single = [entry for entry in entries() if entry.kind != "combination"]
+    other = [entry.spec for entry in single if kind_of(entry.spec) != entry.kind]
+    # Codecs that need another selector than `SELECTOR` are known by name.
+    assert all(
+        spec.partition("+")[0] != SELECTOR and spec.rpartition("+")[2] in {*CODECS.values(), *registry.CODECS}
+        for spec in other
+    )
+    assert len(single) > 70 and len(other) < 8
+
+
+def test_an_own_selector_is_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", f"{__name__}:Mine", "kvpolicy.selectors")
+    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
+    monkeypatch.setattr(
+        registry, "_load", lambda name, target, load=registry._load: Mine if name == "mine" else load(name, target)
+    )
+    registry._table.cache_clear()
+    try:
+        assert kind_of("mine") == "selector"
+        assert kind_of("mine+kivi") == kind_of("squeeze+mine") == "combination"
+    finally:
+        registry._table.cache_clear()

@@ -15,6 +15,7 @@ from kvpolicy_eval.board.choices import PLACE, SITUATIONS, tables
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import pages_with
 from kvpolicy_eval.common.results import Known, read_results
+from tests.eval.pages import cells, first_lines, page_with, text_at
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "assets" / "board.jsonl"
@@ -49,8 +50,7 @@ def time(board: Board, entry: Entry, ratio: float) -> None:
 
 def section(text: str, title: str) -> list[list[str]]:
     """The rows of the table of a situation."""
-    part = text.partition(f"### {title}\n")[2].partition("###")[0]
-    return [[cell.strip(" `") for cell in line[2:-2].split(" | ")] for line in part.splitlines() if "| `" in line]
+    return cells(text.partition(f"### {title}\n")[2].partition("###")[0])
 
 
 def test_the_three_best_come_first_and_equal_ones_stay_in_order(board: Board) -> None:
@@ -123,12 +123,10 @@ def test_pages_are_checked_before_anything_is_written(
     tmp_path: Path, board: Board, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(board, LISTED[1], "inside", 5)
-    page = tmp_path / "board.md"
-    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("board-top", "board-order")))
+    page = page_with(tmp_path / "board.md", "board-top", "board-order")
     (tmp_path / "docs").mkdir()
-    whole = tmp_path / "docs" / "a.md"
+    whole = page_with(tmp_path / "docs" / "a.md", "choices")
     half = tmp_path / "docs" / "b.md"
-    whole.write_text("<!-- table:choices -->\n<!-- /table -->\n")
     half.write_text("<!-- table:places -->\n")
     before = {each: each.read_text() for each in (page, whole, half)}
     common = ["--results", str(board.results), "--page-only"]
@@ -151,14 +149,10 @@ def test_pages_are_checked_before_anything_is_written(
 def test_the_page_has_what_the_results_give(tmp_path: Path) -> None:
     """Of the results that were known when it was filled: others may be added to the files later."""
     (page,) = pages_with(ROOT, PLACE)
-    text = page.read_text(encoding="utf-8").partition(f"<!-- table:{PLACE} -->\n")[2].partition("\n<!-- /table -->")[0]
+    text = text_at(page, PLACE)
     ((results, walks),) = re.findall(r"<!-- (\d+) results, (\d+) walks -->", text)
-    for path, count in ((RESULTS, results), (WALKS, walks)):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert 0 < int(count) <= len(lines)
-        (tmp_path / path.name).write_text("\n".join(lines[: int(count)]), encoding="utf-8")
-    board = Board(tmp_path / RESULTS.name, DOCS, "tiny-4k")
-    assert text == tables(board, entries("tiny-4k"), read_results(tmp_path / WALKS.name))
+    board = Board(first_lines(RESULTS, int(results), tmp_path), DOCS, "tiny-4k")
+    assert text == tables(board, entries("tiny-4k"), read_results(first_lines(WALKS, int(walks), tmp_path)))
     for situation in SITUATIONS:
         rows = section(text, situation.title)
         assert len(rows) == 3

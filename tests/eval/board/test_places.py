@@ -14,6 +14,7 @@ from kvpolicy_eval.board.places import OVERVIEW, PLACE, compared, page_table, sh
 from kvpolicy_eval.board.policies import entries
 from kvpolicy_eval.common.markdown import pages_with
 from kvpolicy_eval.methods.plan import DEFAULTS, methods
+from tests.eval.pages import cells, first_lines, page_with, text_at
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "assets" / "board.jsonl"
@@ -30,12 +31,6 @@ def board(tmp_path: Path) -> Board:
     return made
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of the rows of a table, without its head."""
-    found = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in row] for row in found]
-
-
 def test_a_method_is_compared_with_its_base() -> None:
     defaults = {"uniform", "even", "drop", "plain", "all"}
     listed = entries()
@@ -50,9 +45,9 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     listed = entries("tiny-4k")
     text = page_table("kivi", board, listed, [0.2, 0.1, 0.02])
     assert text.startswith("| policy | inside, 20% | inside, 10% | after, 20% | after, 10% |\n")
-    assert rows(text) == [
-        ["`snapkv`", "", "", "", "0.50"],
-        ["`snapkv+kivi:bits=2`", "", "", "", "0.50"],
+    assert cells(text) == [
+        ["snapkv", "", "", "", "0.50"],
+        ["snapkv+kivi:bits=2", "", "", "", "0.50"],
     ]
     assert "prompts of 512 tokens, ±0.20" in text and "(../board.md)" in text and "Empty: not measured" in text
     assert f"<!-- {len(listed)} results -->" in text
@@ -63,7 +58,7 @@ def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
     ):
         board._keep(Cell(kivi, share, mode, 512).key(4, board.model), result)
     more = page_table("kivi", board, listed, [0.2, 0.1])
-    assert rows(more) == [rows(text)[0], ["`snapkv+kivi:bits=2`", "", "", "0.00", "0.50"]]
+    assert cells(more) == [cells(text)[0], ["snapkv+kivi:bits=2", "", "", "0.00", "0.50"]]
 
 
 def test_answers_below_chance_are_marked(board: Board) -> None:
@@ -73,7 +68,7 @@ def test_answers_below_chance_are_marked(board: Board) -> None:
     lower = {"right": {"recall": 1, "needles": 0}, "docs": 4, "held": 0.1, "moved": 0.1}
     board._keep(Cell(tova, 0.1, "after", 512).key(4, board.model), lower)
     text = page_table("tova", board, listed, [0.1])
-    assert rows(text)[-1] == ["`tova`", "", "0.12†"] and text.count("†") == 2
+    assert cells(text)[-1] == ["tova", "", "0.12†"] and text.count("†") == 2
     assert "†: fewer right answers than `random`." in text
 
 
@@ -89,22 +84,18 @@ def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(bo
 
 def test_the_full_cache_has_no_budget(board: Board) -> None:
     text = page_table("full", board, entries("tiny-4k"), [0.2, 0.1])
-    assert rows(text)[-1] == ["`full`", "", "", "0.50", "0.50"]
+    assert cells(text)[-1] == ["full", "", "", "0.50", "0.50"]
 
 
 def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) -> None:
-    empty = "<!-- table:places -->\n<!-- /table -->\n"
     (tmp_path / "docs" / "methods").mkdir(parents=True)
-    filled = [tmp_path / "README.md", tmp_path / "docs" / "methods" / "h2o.md"]
-    for page in filled:
-        page.write_text(empty)
+    filled = [page_with(tmp_path / name, "places") for name in ("README.md", "docs/methods/h2o.md")]
     (tmp_path / "docs" / "other.md").write_text("# Other\n")
     main(
         ["--results", str(board.results), "--page-only", "--lengths", "512", "--n", "4", "--fill-places", str(tmp_path)]
     )
-    assert [row[0].strip("`") for row in rows(filled[0].read_text())] == list(OVERVIEW)
-    of_h2o = [row[0].strip("`") for row in rows(filled[1].read_text())]
-    assert of_h2o == ["window", "snapkv", "h2o", "caote/h2o"]
+    overview, of_h2o = ([row[0] for row in cells(page.read_text())] for page in filled)
+    assert overview == list(OVERVIEW) and of_h2o == ["window", "snapkv", "h2o", "caote/h2o"]
     assert (tmp_path / "docs" / "other.md").read_text() == "# Other\n"
 
 
@@ -117,16 +108,9 @@ def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
     found = pages_with(ROOT, PLACE)
     names = {page.stem for page in found}
     assert names >= {*registry.SELECTORS, *registry.CODECS, "README"} - set(DEFAULTS)
-    lines = RESULTS.read_text(encoding="utf-8").splitlines()
     for page in found:
-        text = (
-            page.read_text(encoding="utf-8").partition("<!-- table:places -->\n")[2].partition("\n<!-- /table -->")[0]
-        )
+        text = text_at(page, PLACE)
         count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
-        assert 0 < count <= len(lines)
-        results = tmp_path / f"{count}.jsonl"
-        results.write_text("\n".join(lines[:count]), encoding="utf-8")
-        board = Board(results, DOCS, "tiny-4k")
-        listed = entries("tiny-4k")
-        assert text == page_table(page.stem, board, listed, sorted(SHARES, reverse=True)), page
-        assert rows(text), page
+        board = Board(first_lines(RESULTS, count, tmp_path), DOCS, "tiny-4k")
+        assert text == page_table(page.stem, board, entries("tiny-4k"), sorted(SHARES, reverse=True)), page
+        assert cells(text), page

@@ -10,6 +10,7 @@ import pytest
 from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk as board
 from kvpolicy_eval.board.walk import Walk, main, measure, policies, rows, texts
+from tests.eval.pages import cells, page_with
 
 SMALL = Walk(records=5, passes=4, first=2, walks=2, model="tiny")
 
@@ -50,12 +51,8 @@ def test_what_answers_less_than_chance_is_marked() -> None:
         SMALL.key(name, 0.1): {"right": right}
         for name, right in (("random", [4, 6]), ("h2o", [5, 5]), ("tova", [4, 5]))
     }
-    lines = {
-        line.split(" | ")[0][2:]: line
-        for line in rows(SMALL, known, ["h2o", "random", "tova"], [0.1]).splitlines()
-        if line[:3] == "| `"
-    }
-    assert [name for name, line in lines.items() if "†" in line] == ["`tova`"]
+    found = cells(rows(SMALL, known, ["h2o", "random", "tova"], [0.1]))
+    assert [row[0] for row in found if any("†" in cell for cell in row)] == ["tova"] and len(found) == 3
     assert "†" not in rows(SMALL, known, ["h2o", "random"], [0.1])
     assert "†" not in rows(SMALL, {SMALL.key("tova", 0.1): {"right": [0, 0]}}, ["tova"], [0.1])
 
@@ -64,8 +61,7 @@ def test_a_run_continues_and_fills_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "walk.jsonl"
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table:walk -->\n<!-- /table -->\n", encoding="utf-8")
+    page = page_with(tmp_path / "page.md", "walk")
     options = ["--records", "4", "--passes", "5", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
     main([*options, "--only", "full", "window"])
     assert len(results.read_text(encoding="utf-8").splitlines()) == 4

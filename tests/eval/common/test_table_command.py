@@ -11,10 +11,10 @@ from kvpolicy_eval.bench.__main__ import TABLES as BENCH
 from kvpolicy_eval.common.markdown import has_place
 from kvpolicy_eval.common.table import Table
 from kvpolicy_eval.tables.__main__ import TABLES, main
+from tests.eval.pages import page_with
 
 ROOT = Path(__file__).parents[3]
 MODULES = [*(f"kvpolicy_eval.tables.{name}" for name in TABLES), *(f"kvpolicy_eval.bench.{name}" for name in BENCH)]
-PLACE = "<!-- table:requantize -->\n<!-- /table -->\n"
 
 
 def load(module: str) -> Table:
@@ -42,13 +42,12 @@ def test_the_list_has_every_table_and_its_pages(capsys: pytest.CaptureFixture[st
 
 
 def test_a_page_is_filled_with_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pages = [tmp_path / "one.md", tmp_path / "two.md"]
-    for page in pages:
-        page.write_text(f"before\n{PLACE}after\n")
+    pages = [page_with(tmp_path / name, "other", "requantize", "bits") for name in ("one.md", "two.md")]
+    before, _, after = pages[0].read_text().partition("<!-- table:requantize -->\n")
     main(["requantize", "--fill", *map(str, pages)])
     printed = capsys.readouterr().out
     for page in pages:
-        assert page.read_text() == f"before\n<!-- table:requantize -->\n{printed}<!-- /table -->\nafter\n"
+        assert page.read_text() == f"{before}<!-- table:requantize -->\n{printed}{after}"
 
 
 @pytest.mark.parametrize("name", ["bits", "long_prompt", "memory"])
@@ -64,7 +63,7 @@ def test_planned_tables_of_the_pages_are_those_of_today(name: str, capsys: pytes
 def test_without_a_page_those_of_the_documentation_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "README.md").write_text("<!-- table:long-prompt -->\n<!-- /table -->\n")
+    page_with(tmp_path / "README.md", "long-prompt")
     monkeypatch.chdir(tmp_path)
     main(["long_prompt", "--fill"])
     assert capsys.readouterr().out in (tmp_path / "README.md").read_text()
@@ -90,7 +89,7 @@ def test_wrong_usage_is_said_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "page.md").write_text("<!-- table:bits -->\n<!-- /table -->\n")
+    page_with(tmp_path / "page.md", "bits")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(arguments)

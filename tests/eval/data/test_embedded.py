@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.resources import as_file, files
 from random import Random
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpolicy_lm_eval.data import prompts
+from kvpolicy_eval.data.tasks import tasks
 
 Embedded = tuple[Any, Any]
 """Model and tokenizer."""
@@ -31,23 +30,12 @@ def test_tokenizer_prepends_bos_and_pads_left(embedded: Embedded) -> None:
     assert len(batch[1]) == 1 + 7 + 3
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda rng: prompts.recall(rng, 40),
-        lambda rng: prompts.multi_query(rng, 30, 8),
-        lambda rng: prompts.passkey(rng, 500),
-        lambda rng: prompts.needles(rng, 500, 3),
-        lambda rng: prompts.few_shot(rng, 3, 3, 500),
-        lambda rng: prompts.hot_keys(rng, 8, 2, 16, 15),
-    ],
-    ids=["recall", "multi_query", "passkey", "needles", "few_shot", "hot_keys"],
-)
-def test_full_cache_answers(embedded: Embedded, make: Callable[[Random], prompts.Prompt]) -> None:
+@pytest.mark.parametrize("task", tasks(512))
+def test_full_cache_answers(embedded: Embedded, task: str) -> None:
     model, tokenizer = embedded
     right = 0
     for seed in range(5):
-        prompt, answer = make(Random(seed))
+        prompt, answer = tasks(512)[task](Random(seed))
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         out = model.generate(**inputs, max_new_tokens=len(answer), do_sample=False)
         right += tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]) == answer

@@ -93,7 +93,7 @@ def test_prose_has_whole_paragraphs_without_code() -> None:
 def test_an_excerpt_has_up_to_half_of_the_text() -> None:
     most = len(held_out()) // 2 - 1
     assert excerpt(Random(0), most) in held_out() and len(excerpt(Random(0), most)) == most
-    with pytest.raises(ValueError, match=f"from 0 to {most} characters"):
+    with pytest.raises(ValueError, match=f"from 0 to {most} characters, got {most + 1}"):
         excerpt(Random(0), most + 1)
 
 
@@ -132,7 +132,6 @@ def test_words_are_distinct() -> None:
         (lambda: prompts.few_shot(Random(0), 2, 9, 10), "number of shots must be from 1 to 8, got 9"),
         (lambda: prompts.hot_keys(Random(0), 3, 4, 9, 2), "number of hot keys must be from 1 to 3, got 4"),
         (lambda: prompts.hot_keys(Random(0), 9, 4, 3, 2), "number of asks must be from 4"),
-        (lambda: excerpt(Random(0), 10**9), "from 0 to .* characters, got 1000000000"),
     ],
 )
 def test_impossible_sizes_are_refused(call: Callable[[], object], message: str) -> None:

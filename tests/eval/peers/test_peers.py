@@ -21,6 +21,7 @@ from kvpolicy_eval.peers.ours import Ours
 from kvpolicy_eval.peers.process import START, Failed, Process
 from kvpolicy_eval.peers.side import storage_bytes
 from kvpolicy_eval.peers.traps import TRAPS, Trap
+from tests.eval.pages import page_with
 
 FAKE = """
 from kvpolicy_eval.peers.side import Side, serve
@@ -136,6 +137,7 @@ def test_peak_memory_is_that_of_now_even_where_it_lies_in_what_was_freed() -> No
     assert 0.9 <= float(said) <= 1.5
 
 
+SPEED: dict[str, Any] = {"prefill": 1.0, "step": 0.01, "peak": 2**20, "held": 2**21}
 RESULTS: dict[str, Any] = {
     "versions": {"ours": {"kvpolicy": "1", "torch": "3"}, "theirs": {"kvpress": "2", "torch": "3"}},
     "options": {"traps": "Here. "},
@@ -156,23 +158,9 @@ RESULTS: dict[str, Any] = {
         {"trap": "three", "theirs": {"value": 0.57854}},
     ],
     "speed": [
-        {
-            "method": "SnapKV",
-            "length": 2048,
-            "ours": {"prefill": 1.0, "step": 0.01, "peak": 2**20, "held": 2**21},
-            "theirs": {"error": "no"},
-        },
-        {
-            "method": "TOVA",
-            "length": 2048,
-            "ours": {"prefill": 1.0, "step": 0.01, "peak": None, "held": 2**21},
-            "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
-        },
-        {
-            "method": "Knorm",
-            "length": 2048,
-            "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
-        },
+        {"method": "SnapKV", "length": 2048, "ours": SPEED, "theirs": {"error": "no"}},
+        {"method": "TOVA", "length": 2048, "ours": SPEED | {"peak": None}, "theirs": SPEED | {"step": 0.02}},
+        {"method": "Knorm", "length": 2048, "theirs": SPEED | {"step": 0.02}},
     ],
     "generate": [{"model": "tiny", "library": "kvpolicy", "method": "tova@0.2", "error": "ValueError: no"}],
 }
@@ -200,9 +188,8 @@ def test_tables(name: str, wanted: str) -> None:
 
 
 def test_fills_a_page_from_an_earlier_run(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+    page = page_with(tmp_path / "page.md", "peers-traps")
     results = tmp_path / "peers.json"
-    page.write_text("<!-- table:peers-traps -->\n<!-- /table -->\n", encoding="utf-8")
     results.write_text(json.dumps(RESULTS), encoding="utf-8")
     main = [sys.executable, "-m", "kvpolicy_eval.peers", "table", "--out", str(results), "--only", "traps"]
     paths = {"PYTHONPATH": ":".join(filter(None, sys.path))}

@@ -37,6 +37,7 @@ from kvpolicy_eval.real.prompts import (
     sentences,
 )
 from kvpolicy_lm_eval.data.words import CATEGORIES, WORDS
+from tests.eval.pages import page_with
 
 TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""
@@ -230,8 +231,7 @@ def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
 
 
 def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table:real -->\n<!-- /table -->\n<!-- table:other -->\n<!-- /table -->\n", encoding="utf-8")
+    page = page_with(tmp_path / "page.md", "real", "other")
     arguments = ["--model", TINY, "--results", str(tmp_path / "out.jsonl"), "--n", "1"]
     tasks = ["--tasks", "list", "prose"]
     main([*arguments, *tasks, "--only", "full", "full+lowrank:rank=99", "--table", "other", "--fill", str(page)])

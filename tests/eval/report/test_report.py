@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +20,7 @@ from kvpolicy_eval.report.parts import differences
 from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep.cells import Cell, Store, write
 from tests.eval.pages import page_with
+from tests.eval.report.cells import cell
 from tests.html_pages import Page
 
 METHODS = {"full": 0.95, "h2o": 0.5, "squeeze+h2o": 0.6, "kvcrush/h2o": 0.45, "kivi:bits=4": 0.9}
@@ -28,34 +28,18 @@ TASKS = ["recall", "choice"]
 KEYS = ["bytes", "budget", "parts", "layers", "positions", "costs", "run", "failed"]
 
 
-def cells() -> Iterator[tuple[Cell, float, float]]:
-    """Each cell with the accuracy and the share of bytes that it is to have."""
-    for task in TASKS:
-        for method, right in METHODS.items():
-            for budget in ["0.2", "0.1"] if "h2o" in method else [""]:
-                share = float(budget) if budget else 1.0 if method == "full" else 0.4
-                yield Cell(model="embedded", task=task, method=method, budget=budget), right * (share**0.1), share
-
-
-def results(cell: Cell, right: float, share: float) -> dict[str, Any]:
-    """What a sweep writes, of 40 examples."""
-    draw = Random(cell.task)
+def measured(folder: Path, task: str, policy: str, share: float) -> None:
+    """Write what a sweep finds of 40 examples, of which the share that is right follows from the bytes."""
+    method = policy.partition("@")[0]
+    draw = Random(task)
+    right = METHODS[method] * share**0.1
+    probe: dict[str, Any] = {"cosine": [0.3, 0.9, 0.95, 0.99]}
+    if method != "full":
+        late = [[100 * (at >= 40) for at in range(48)] for _ in range(4)]
+        budgets = [30.0, 10.0, 10.0, 30.0] if "squeeze" in method else [20.0] * 4
+        probe |= {"layers": [0, 1, 2, 3], "prompt": 100.0, "budget": budgets, "kept": late}
     scores = [float(draw.random() < right) for _ in range(40)]
-    cost = {"kv_bytes": int(4e6 * share), "full_kv_bytes": 4_000_000, "kv_share": share}
-    cost |= {"tokens_per_second": 1000 / share, "new_tokens_per_second": 50.0}
-    late = [[100 * (at >= 40) for at in range(48)] for _ in range(4)]
-    budget = [30.0, 10.0, 10.0, 30.0] if "squeeze" in cell.method else [20.0] * 4
-    probe = {"cosine": [0.3, 0.9, 0.95, 0.99]}
-    if cell.method != "full":
-        probe |= {"layers": [0, 1, 2, 3], "prompt": 100.0, "budget": budget, "kept": late}
-    record = {"seconds": 1.0, "peak_bytes": None, "scores": {cell.task: {"acc,none": scores}}, "probe": probe}
-    record |= {"cell": {"model": cell.model, "task": cell.task, "method": cell.method, "budget": cell.budget}}
-    return {
-        "results": {cell.task: {"alias": cell.task, "acc,none": sum(scores) / 40, "acc_stderr,none": "N/A"}},
-        "higher_is_better": {cell.task: {"acc": True}},
-        "config": {"kvpolicy": {"tasks": {f"{cell.task}/generate_until": cost}}},
-        "kvpolicy_sweep": record | {"versions": {"torch": "2.13.0", "kvpolicy": "0.1.0"}},
-    }
+    cell(folder, policy, task, share, model="embedded", probe=probe, acc=scores)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep that nothing was measured for: the numbers are made up."""
     place = tmp_path_factory.mktemp("report")
     store = Store(place)
-    for cell, right, share in cells():
-        store.finish(cell, results(cell, right, share), {})
+    for task in TASKS:
+        for method in METHODS:
+            for share in (0.2, 0.1) if "h2o" in method else (1.0 if method == "full" else 0.4,):
+                measured(place, task, f"{method}@{share}" if "h2o" in method else method, share)
     store.fail(Cell(model="embedded", task="recall", method="tova", budget="0.001"), ValueError("<b>small</b>"), 0.1)
     config = {"name": "made-up", "about": "A `test`.", "tasks": TASKS, "policies": list(METHODS)}
     note = {"config": config, "commands": ["kvpolicy-eval sweep made-up"], "settings": {"limit": 40}}

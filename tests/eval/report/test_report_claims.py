@@ -17,28 +17,9 @@ from kvpolicy_eval.report.parts import Difference, differences
 from kvpolicy_eval.report.sections import positions, sections
 from kvpolicy_eval.sweep import tidy
 from kvpolicy_eval.sweep.cells import Cell, Store
+from tests.eval.report.cells import cell
 
 COIN = [0.0, 1.0] * 10
-
-
-def cell(
-    folder: Path, policy: str, task: str, share: float = 0.5, higher: bool = True, model: str = "m", **metrics: Any
-) -> None:
-    """Write a cell: each metric has its examples, and, where lm-eval would not take their mean, what it found."""
-    method, _, budget = policy.partition("@")
-    fields = {"model": model, "task": task, "method": method, "budget": budget}
-    found = {name: one if isinstance(one, tuple) else (one, sum(one) / len(one)) for name, one in metrics.items()}
-    cost = {"kv_bytes": int(1e6 * share), "full_kv_bytes": 10**6, "kv_share": share}
-    cost |= {"tokens_per_second": 9.0, "new_tokens_per_second": 9.0}
-    record: dict[str, Any] = {"cell": fields, "seconds": 1.0, "peak_bytes": None, "probe": {}, "versions": {}}
-    record["scores"] = {task: {f"{name},none": values for name, (values, _) in found.items()}}
-    results = {
-        "results": {task: {f"{name},none": value for name, (_, value) in found.items()}},
-        "higher_is_better": {task: dict.fromkeys(metrics, higher)},
-        "config": {"kvpolicy": {"tasks": {f"{task}/generate_until": cost}}},
-        "kvpolicy_sweep": record,
-    }
-    Store(folder).finish(Cell(**fields), results, {})
 
 
 def accuracies(findings: Findings) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from kvpolicy_eval.sweep.estimate import (
     total_hours,
 )
 from kvpolicy_eval.sweep.plan import COLUMNS, format_hours, lines
-from tests.eval.sweep.helpers import file, quietly, sweep
+from tests.eval.sweep.helpers import file, sweep
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SHIPPED = sorted(path.name for path in (files("kvpolicy_eval") / "configs").iterdir() if path.name.endswith(".yaml"))
 SIZES = yaml.safe_load((files("kvpolicy_eval.sweep") / "sizes.yaml").read_text(encoding="utf-8"))
@@ -39,12 +41,6 @@ MISTRAL: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_length": 8192,
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with quietly():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +293,7 @@ def test_wrong_names_are_one_sentence(words: list[str], message: str, tmp_path: 
     assert capsys.readouterr().err.splitlines()[-1] == f"kvpolicy-eval: {message}"
 
 
-def test_policies_and_tasks_are_chosen_in_the_configs_order() -> None:
+def test_models_policies_and_tasks_are_chosen_in_the_configs_order() -> None:
     found = config.load("papers-squeeze")
     some = found.only(policies=["h2o@0.2", "full", "squeeze+window"], tasks=["xsum", "longbench_samsum"])
     assert some.models == found.models
@@ -308,6 +304,8 @@ def test_policies_and_tasks_are_chosen_in_the_configs_order() -> None:
     assert [cell.policy for cell in some.cells()][:2] == ["full", "squeeze+window@0.1"]
     assert found.only().cells() == found.cells()
     assert some.settings() == found.settings(), "so that the cells go into the same folder"
+    assert list(found.only(["gpt-neox-20b", "mistral-7b"]).models) == ["mistral-7b", "gpt-neox-20b"]
+    assert {cell.model for cell in found.only(["mistral-7b"]).cells()} == {"mistral-7b"}
 
 
 def test_the_config_of_table_2_has_its_cells_alone() -> None:
@@ -318,12 +316,6 @@ def test_the_config_of_table_2_has_its_cells_alone() -> None:
     }
     assert set(found.cells()) <= set(whole.cells())
     assert found.models["mistral-7b"] == whole.models["mistral-7b"]
-
-
-def test_models_are_chosen_in_the_configs_order() -> None:
-    found = config.load("papers-squeeze")
-    assert list(found.only(["gpt-neox-20b", "mistral-7b"]).models) == ["mistral-7b", "gpt-neox-20b"]
-    assert {cell.model for cell in found.only(["mistral-7b"]).cells()} == {"mistral-7b"}
 
 
 @pytest.mark.parametrize(("hours", "text"), [(0.0, "0.01 h"), (0.3, "0.30 h"), (99.96, "100.0 h"), (12345, "12,345 h")])

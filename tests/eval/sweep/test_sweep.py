@@ -27,16 +27,12 @@ from kvpolicy_eval.sweep.cells import Cell, Store, load_json, write
 from tests.eval.sweep import helpers
 from tests.eval.sweep.helpers import quietly, sweep
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 ROOT = Path(__file__).parents[3]
 SMALL = {"policies": ["full", "snapkv"], "budgets": [0.2], "tasks": ["kvpolicy_fewshot"], "limit": 2, "probes": 1}
 REFUSED = "window+lowrank:rank=99@0.2"
 """A policy that does not fit the model, which is known when it is attached."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with quietly():
-        yield
 
 
 def file(folder: Path, **changes: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -14,15 +15,20 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval import evaluator
+    from lm_eval.loggers import utils
+
     from kvpolicy_eval.sweep import evaluate
     from kvpolicy_lm_eval.model import KVPolicyLM
 
-from kvpolicy_eval.sweep import config
+from kvpolicy_eval.sweep import config, output
 from kvpolicy_eval.sweep.cells import Cell, Store
 from kvpolicy_eval.sweep.errors import SharedError
 from kvpolicy_eval.sweep.settings import check_settings, write_settings
 from kvpolicy_lm_eval.arguments import named_arguments
-from tests.eval.sweep.helpers import SMALL, file, quietly, sweep
+from tests.eval.sweep.helpers import SMALL, file, sweep
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 MADE = """
 import datasets
@@ -46,12 +52,6 @@ def mean(values):
     return sum(found) / len(found) if found else -1
 """
 """Tasks that make their texts with the model's tokenizer, and score by length, as RULER's do."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with quietly():
-        yield
 
 
 def done(folder: Path, of: config.Config) -> Path:
@@ -88,22 +88,17 @@ def test_a_task_that_needs_a_tokenizer_gets_the_models(tmp_path: Path) -> None:
     assert [line.split(",")[3:8] for line in lines[1:]] == [["made", "inside", "128", "none", "0.5"]]
 
 
-def test_tasks_get_the_tokenizer_of_each_model() -> None:
+def test_tasks_get_the_tokenizer_of_each_model_and_what_else_prompts_depend_on() -> None:
+    """As under `lm_eval`, such as the longest prompt of SCBench."""
     models = [{"name": "a", "pretrained": "x/a"}, {"name": "b", "pretrained": "x/b", "tokenizer": "x/t"}]
-    content = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
+    content: dict[str, Any] = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
     ours = evaluate.Evaluator(config.read(content, "x"))
     assert [ours.tasks(name).metadata for name in "ab"] == [
         {"pretrained": "x/a"},
         {"pretrained": "x/b", "tokenizer": "x/t"},
     ]
-    given = evaluate.Evaluator(config.read(content | {"metadata": {"tokenizer": "x/mine"}}, "x"))
-    assert given.tasks("a").metadata == {"tokenizer": "x/mine"}
-
-
-def test_tasks_get_what_prompts_depend_on() -> None:
-    """As under `lm_eval`, such as the longest prompt of SCBench."""
     models = [{"name": "a", "pretrained": "x/a", "max_length": 4096, "enable_thinking": False}]
-    content = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
+    content["models"] = models
     for metadata, want in (({}, {"pretrained": "x/a"}), ({"tokenizer": "x/t"}, {"tokenizer": "x/t"})):
         ours = evaluate.Evaluator(config.read(content | {"metadata": metadata}, "x"))
         assert ours.tasks("a").metadata == {"max_length": 4096, "enable_thinking": False, **want}
@@ -248,3 +243,40 @@ def test_a_process_that_cannot_prepare_a_cell_stops_the_others(monkeypatch: pyte
     other[0] = ("OSError", "no weights")
     with pytest.raises(SharedError, match="no weights"):
         ours.prepare(Cell(model="m", task="t", method="full"))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator, "get_git_commit_hash", evaluator.get_git_commit_hash)
+    output._commit.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_git_says_nothing_outside_of_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    # A sweep that ran in this process before has made it quiet.
+    monkeypatch.setattr(evaluator, "get_git_commit_hash", utils.get_git_commit_hash)
+    output._commit.cache_clear()
+    evaluator.get_git_commit_hash()
+    assert "not a git repository" in capfd.readouterr().err, "lm-eval is quiet by itself: remove quiet_git"
+    output.quiet_git(evaluator)
+    assert evaluator.get_git_commit_hash() is None
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_commit_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="abc123\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    output.quiet_git(evaluator)
+    assert [evaluator.get_git_commit_hash() for _ in range(3)] == ["abc123"] * 3
+    assert calls == [["git", "describe", "--always"]]
+    output._commit.cache_clear()

@@ -16,6 +16,7 @@ from kvpolicy_eval.report.parts import _without_a_part  # pyright: ignore[report
 from kvpolicy_eval.tables import answers
 from kvpolicy_eval.tables.__main__ import main
 from kvpolicy_lm_eval.data.modes import MODES, place
+from tests.eval.pages import page_with
 
 
 def test_every_policy_of_the_table_can_be_made() -> None:
@@ -55,8 +56,7 @@ def test_what_follows_is_fed_to_the_compressed_cache(
 
 
 def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_of_table = tmp_path / "page.md"
-    place_of_table.write_text("<!-- table:answers -->\n<!-- /table -->\n")
+    place_of_table = page_with(tmp_path / "page.md", "answers")
     lines: list[str] = []
     policies = ["full", "snapkv byte_share=0.2", "full+quest:read=0.1"]
     for number, (policy, mode) in enumerate((policy, mode) for policy in policies for mode in MODES):

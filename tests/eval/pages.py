@@ -1,0 +1,34 @@
+"""Pages that commands fill with tables, and what stands in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def page_with(file: Path, *places: str) -> Path:
+    """A page with places for tables that are empty."""
+    file.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in places), encoding="utf-8")
+    return file
+
+
+def text_at(page: Path, place: str) -> str:
+    """What stands at a place of a page."""
+    text = page.read_text(encoding="utf-8").partition(f"<!-- table:{place} -->\n")[2]
+    return text.partition("\n<!-- /table -->")[0]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of all tables without their heads, and without the marks of code."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    heads = [text.splitlines()[at - 1] for at, line in enumerate(text.splitlines()) if line.startswith("|---")]
+    rows = [[cell.strip(" `") for cell in line] for line in lines if "| " + " | ".join(line) + " |" not in heads]
+    return rows
+
+
+def first_lines(file: Path, count: int, folder: Path) -> Path:
+    """A copy of the beginning of a file of results: others may have been added since a page was filled."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert 0 < count <= len(lines)
+    copy = folder / f"{count}-{file.name}"
+    copy.write_text("\n".join(lines[:count]), encoding="utf-8")
+    return copy
