@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy_vllm import prompt, read_document
 from kvpolicy_vllm.documents import Document
@@ -173,6 +174,15 @@ def test_weights_are_sampled_from_every_shape_of_checkpoint(saved: Saved, tmp_pa
 
 def test_a_model_whose_weights_cannot_be_read_is_told_by_its_shape(saved: Saved, tmp_path: Path) -> None:
     Engine(saved.model.config, str(tmp_path), 256).check(read_document(saved.path), 5)
+
+
+def test_the_embedded_models_are_told_apart(tmp_path: Path) -> None:
+    """One is the other, trained on."""
+    small, large = (kvpolicy.tiny(name=name) for name in ("tiny", "tiny-4k"))
+    large[0].save_pretrained(tmp_path / "model")
+    path = save(small[0], "keydiff@0.5", [*range(3, 43)], tmp_path / "d.safetensors")
+    with pytest.raises(KVPolicyError, match="whose weights differ"):
+        Engine(large[0].config, str(tmp_path / "model"), 512).check(read_document(path), 5)
 
 
 def test_configs_are_not_changed() -> None:
