@@ -141,7 +141,7 @@ def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
 
 
 PAGED = ["uniform/adakv+h2o+compensate@0.5", words("uniform/adakv", "h2o", "compensate", "tokenwise")]
-"""Where heads have budgets of their own; `tests/engine/test_paged_merges.py` has these beside the slow version."""
+"""Where heads have budgets of their own; `tests/engine/test_paged_rows.py` has these beside the slow version."""
 
 
 @pytest.mark.parametrize("merger", [name for name in DECODING if name != "compensate"])

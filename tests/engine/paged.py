@@ -162,6 +162,11 @@ class Run:
                 torch.testing.assert_close(out[b], found.float(), atol=1e-5, rtol=1e-4)
         self.check()
 
+    def steps(self, count: int) -> None:
+        """Steps in which every row has a token."""
+        for _ in range(count):
+            self.step()
+
     def check(self) -> None:
         check_invariants(self.store)
         held = self.store.geometry.head_positions()

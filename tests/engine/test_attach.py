@@ -16,6 +16,7 @@ from kvpolicy.hf.cache_names import cache_argument
 from tests.conformance.access import Attend, attending, selector_state
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
+from tests.engine.filled import attached
 
 POLICY = "squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -175,9 +176,7 @@ def test_training_makes_no_cache() -> None:
 
 def test_slots_hold_no_graph() -> None:
     """Without `no_grad`, too, a compressed prompt is freed."""
-    model = build("llama")
-    ids, _ = make_batch([20], [20])
-    with kvpolicy.attach(model, "h2o@0.5"):
+    with attached("h2o@0.5", [20], [20]) as (model, ids, _):
         cache = PolicyCache(model)
         model(ids, cache=cache)
         model(ids[:, :1], cache=cache)
@@ -185,13 +184,6 @@ def test_slots_hold_no_graph() -> None:
     assert not any(
         t.requires_grad for t in (layer.keys, layer.values, *selector_state(layer)) if isinstance(t, torch.Tensor)
     )
-
-
-def test_report_before_anything_ran() -> None:
-    with kvpolicy.attach(build("llama"), "window") as handle:
-        assert handle.plan is None
-        with pytest.raises(ValueError, match="nothing to report"):
-            handle.report()
 
 
 def test_report_tells_budgets_and_bytes() -> None:

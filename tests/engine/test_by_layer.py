@@ -14,6 +14,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.planning.curves import save_layers
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import LayeredPolicy
@@ -70,27 +71,6 @@ def test_every_layer_is_that_of_its_own_policy(specs: list[str], rows: str) -> N
         own = policy.at(index)
         verdict = replay(own, {index: some}, twin=Twin(reference_codec(own.codec), rotations))
         assert verdict.turns >= 5, f"most choices of layer {index} were within fp32's noise"
-
-
-BUDGETS = [0.4, 20, "9000B"]
-SEARCHED = [MIXED[0], MIXED[3], PAGED]
-
-
-def test_equal_layers_are_the_ordinary_policy() -> None:
-    """The same policy in each layer, under its budget in bytes and as one."""
-    model = build("llama", layers=3)
-    ids, mask = make_batch([26, 15])
-    spec = "h2o+kivi:group_size=4:residual_length=4@0.5"
-    nbytes = kvpolicy.plan(model.config, spec, batch=2, prompt=26, new=sum(TURNS[1:]), dtype=torch.float32).nbytes
-    caches: list[PolicyCache] = []
-    for policy in (Policy.by_layer([spec] * 3, budget=f"{nbytes}B"), Policy.parse(spec).with_budget(f"{nbytes}B")):
-        with kvpolicy.attach(model, policy):
-            caches.append(PolicyCache(model, new=sum(TURNS[1:])))
-            talk(model, ids, mask, TURNS, caches[-1])
-    one, other = caches
-    assert one.nbytes == other.nbytes
-    for mine, its in zip(one.policy_layers, other.policy_layers, strict=True):
-        assert torch.equal(mine.positions, its.positions) and torch.equal(mine.keys, its.keys)
 
 
 def test_a_budget_of_one_evicts_nothing() -> None:
@@ -279,3 +259,223 @@ def _planned(spec: str, keep: int, shape: LayerShape, layer_idx: int, length: in
     tokens = divide(policy, None, torch.tensor([length]), torch.tensor([end]), [shape])
     size = sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
     return size - (8 if layer_idx else 0)  # the mask digest is in the first layer of a cache alone
+
+
+MIXES = [
+    [words("h2o"), words("h2o", "kvquant"), words("expected")],
+    [words("h2o"), words("h2o", "rotate"), words("window")],
+    [words("h2o"), words("h2o", "merge"), words("snapkv")],
+    [words("kvzip"), words("kvzip", "tokenwise"), words("kvzip", "kivi")],
+    ["h2o:decode=grow@0.5", "snapkv:window=4:kernel=3:decode=grow@0.9", "full"],
+    ["h2o+quest:read=6:page=2:dense=0:resort=3@0.5", "h2o@0.5", "h2o+labels:read=5:channels=3:dense=1@0.5"],
+]
+
+
+def ids(count: int, rows: int = 1) -> torch.Tensor:
+    return (torch.arange(count * rows).reshape(rows, count) * 7) % 40 + 1
+
+
+@pytest.mark.parametrize("specs", MIXES)
+def test_chunks_turns_forks_drafts_and_beams(specs: list[str]) -> None:
+    """Nothing of it fails, the plan is right to the byte, and a rollback leaves what was there."""
+    model = build("llama", layers=3)
+    policy = Policy.by_layer(specs, budget=0.75)
+    with kvpolicy.attach(model, policy) as handle, torch.no_grad():
+        cache = PolicyCache(model, prompt=40, new=30)
+        model(ids(25), cache=cache)
+        model(ids(15), cache=cache)
+        for _ in range(3):
+            model(ids(1), cache=cache)
+        assert kvpolicy.plan(model, policy, prompt=40, new=30).nbytes == cache.nbytes
+        model(ids(5), cache=cache)
+        two = cache.fork([0, 0])
+        two.reorder_cache(torch.tensor([1, 0]))
+        own = model(ids(1), cache=cache.fork()).logits
+        logits = model(ids(1).expand(2, 1), cache=two).logits
+        assert (logits - own).abs().max() < 1e-4
+        cache.mark(most=4)
+        for _ in range(4):
+            model(ids(1), cache=cache)
+        cache.rollback(0)
+        assert torch.equal(model(ids(1), cache=cache).logits, own)
+        cache.reset()
+        model(ids(30), cache=cache)
+        out = model.generate(ids(30, 2), max_new_tokens=5, num_beams=3, do_sample=False, pad_token_id=0)
+        assert out.shape == (2, 35) and handle.cache is not None
+        assert kvpolicy.plan(model, policy, batch=6, prompt=30, new=5).nbytes == handle.cache.nbytes
+        drafted = kvpolicy.speculate(model, policy, ids(30), max_new_tokens=8)
+    assert isinstance(drafted, torch.Tensor)
+    wanted = model.generate(ids(30), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(drafted, wanted)
+
+
+def test_the_part_that_forbids_a_move_is_named() -> None:
+    """Of whichever layer has it."""
+    model = build("llama", layers=3)
+    for specs, shift, crop in (
+        (["window@0.5", words("expected"), "window@0.5"], "got expected", "the selector expected"),
+        (["full", "full", "kivi:group_size=4:residual_length=4"], "got kivi", "the codec kivi"),
+        (["h2o@0.5", "h2o+merge@0.5", "h2o@0.5"], "got the merger merge", "the selector h2o"),
+    ):
+        budget = 1.0 if specs[0] == "full" else 0.9
+        with kvpolicy.attach(model, Policy.by_layer(specs, budget=budget)), torch.no_grad():
+            cache = PolicyCache(model, new=9)
+            model(ids(30), cache=cache)
+            with pytest.raises(KVPolicyError, match=shift):
+                cache.shift(5, 2)
+            with pytest.raises(KVPolicyError, match=crop):
+                cache.crop(-1)
+
+
+def test_moves_where_every_layer_allows_them() -> None:
+    """A cropped cache goes on as one that never saw what was cropped."""
+    model = build("llama", layers=3)
+    with kvpolicy.attach(model, Policy.by_layer(["window@0.5", "streaming@0.9", "window@0.4"], budget=1.0)):
+        caches = [PolicyCache(model, new=9) for _ in range(2)]
+        with torch.no_grad():
+            for cache, length in zip(caches, (20, 23), strict=True):
+                model(ids(length), cache=cache)
+            caches[1].crop(-3)
+            one, other = (model(ids(1), cache=cache).logits for cache in caches)
+            assert (one - other).abs().max() < 1e-5
+            caches[0].shift(4, 3)
+            model(ids(1), cache=caches[0])
+
+
+def test_a_cache_of_another_policy_than_the_attached_one() -> None:
+    """It works if the attached policy has the hooks that the cache's layers need, or says what is missing."""
+    model = build("llama", layers=3)
+    plain = words("h2o")
+    quant = words("h2o", "kvquant")
+    pins = words("h2o", "rotate")
+    in_one = [plain, quant, plain], [plain, pins, plain]
+    with kvpolicy.attach(model, plain):
+        PolicyCache(model, Policy.by_layer([plain, words("tova"), plain], budget=0.7))
+        for specs, message in zip(in_one, ("must store unrotated keys", "must store unrotated keys"), strict=True):
+            with pytest.raises(KVPolicyError, match=message):
+                PolicyCache(model, Policy.by_layer(specs, budget=0.7))
+    with kvpolicy.attach(model, Policy.by_layer(in_one[1], budget=0.7)), torch.no_grad():
+        PolicyCache(model, plain)
+        PolicyCache(model, quant)
+        with pytest.raises(KVPolicyError, match="must read hidden states"):
+            PolicyCache(model, pins)
+    with kvpolicy.attach(model, pins), torch.no_grad():
+        cache = PolicyCache(model, Policy.by_layer(in_one[1], budget=0.7), new=9)
+        for count in (20, 3, 1):
+            model(ids(count), cache=cache)
+
+
+def steps(model: torch.nn.Module, cache: PolicyCache, prompt: int, count: int) -> None:
+    """Run a prompt and some single tokens."""
+    with torch.no_grad():
+        model(torch.arange(prompt)[None] % 50, cache=cache)
+        for token in range(count):
+            model(torch.tensor([[token % 50]]), cache=cache)
+
+
+@pytest.mark.parametrize("lengths", [[20], [26, 15]])
+@pytest.mark.parametrize("budget", ["9000B", "40000B", "400000B"])
+def test_bytes_beyond_a_prompt_are_for_what_follows(budget: str, lengths: list[int]) -> None:
+    """Equal layers have the tokens of the ordinary policy, also where nobody announced how many will follow."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch(lengths, [max(lengths), 40])
+    kept: list[list[list[int]]] = []
+    for policy in (Policy.by_layer(["h2o@0.5"] * 2, budget=budget), f"h2o@{budget}"):
+        with kvpolicy.attach(model, policy), torch.no_grad():
+            cache = PolicyCache(model)
+            model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], cache=cache)
+            for column in range(max(lengths), ids.shape[1]):
+                model(ids[:, column : column + 1], attention_mask=mask[:, : column + 1], cache=cache)
+            kept.append([layer.budget.tolist() for layer in cache.policy_layers])
+            assert cache.nbytes <= int(budget[:-1])
+    assert kept[0] == kept[1]
+
+
+def test_a_budget_in_tokens_beyond_a_prompt_is_for_what_follows() -> None:
+    """A sliding window of 48 tokens' bytes does not slide after a prompt of 20."""
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, Policy.by_layer(["window@0.9", "h2o@0.3"], budget=48)):
+        cache = PolicyCache(model)
+        steps(model, cache, 20, 20)
+        token = 2 * 2 * cache.policy_layers[0].store.shape.heads * cache.policy_layers[0].keys.shape[-1] * 4
+        assert all(int((layer.positions >= 0).sum(-1).amin()) == 40 for layer in cache.policy_layers)
+        assert 44 * token < cache.nbytes <= 48 * token
+
+
+def test_a_growing_share_counts_what_was_announced() -> None:
+    """Room for tokens that nobody announced is on top of the share of the prompt, as in other growing caches."""
+    model = build("llama", layers=2)
+    policy = Policy.by_layer(["h2o:decode=grow@0.5", "full"], budget=0.8)
+    kept: list[list[int]] = []
+    with kvpolicy.attach(model, policy):
+        for new in (None, 0):
+            cache = PolicyCache(model, new=new)
+            steps(model, cache, 40, 0)
+            kept.append([int((layer.positions >= 0).sum(-1).amin()) for layer in cache.policy_layers])
+    assert kept[0] == kept[1] and kept[0][1] == 40
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 4, 5])
+@pytest.mark.parametrize("new", [None, 6])
+def test_a_layer_that_evicts_nothing_keeps_short_prompts(prompt: int, new: int | None) -> None:
+    """Also where another layer's selector needs more tokens than the share, so that it is not met."""
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, Policy.by_layer(["streaming:decode=grow@0.5", "full"], budget=0.5)):
+        cache = PolicyCache(model, new=new)
+        steps(model, cache, prompt, 3)
+        assert all(int((layer.positions >= 0).sum(-1).amin()) == prompt + 3 for layer in cache.policy_layers)
+
+
+def test_the_smallest_share_that_is_named_works() -> None:
+    """A share of more than 1 is never named, since it would be refused."""
+    model = build("llama", layers=2)
+    for specs, prompt in ((["full", "full"], 513), (["h2o@0.5", "h2o@0.1"], 600), (["snapkv@0.5", "h2o@0.1"], 700)):
+        with pytest.raises(KVPolicyError, match="must be at least") as caught:
+            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=0.0005), prompt=prompt)
+        share = float(str(caught.value).partition("at least ")[2].split()[0])
+        kvpolicy.plan(model.config, Policy.by_layer(specs, budget=share), prompt=prompt)
+
+
+def test_the_fewest_tokens_that_are_named_work() -> None:
+    model = build("llama", layers=2)
+    for specs, prompt in ((["snapkv@0.5", "streaming:sinks=5@0.1"], 31), (["streaming:sinks=8@0.5", "h2o@0.1"], 60)):
+        with pytest.raises(KVPolicyError, match="must be at least") as caught:
+            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=1), prompt=prompt)
+        tokens = int(str(caught.value).partition("at least ")[2].split()[0])
+        kvpolicy.plan(model.config, Policy.by_layer(specs, budget=tokens), prompt=prompt)
+
+
+def test_layers_that_no_policy_manages_have_no_part() -> None:
+    """What is given for a sliding window is not used: no reader, no codec, and no calibration is looked for."""
+    model = build("gemma2")
+    managed = describe(model.config).evictable
+    depth = model.config.num_hidden_layers
+    for unused in (words("h2o", "kvquant"), words("h2o", "rotate"), "h2o+quest:read=6:page=2:dense=0@0.5"):
+        specs = ["h2o@0.5" if index in managed else unused for index in range(depth)]
+        with kvpolicy.attach(model, Policy.by_layer(specs, budget=0.8)) as handle, torch.no_grad():
+            cache = PolicyCache(model, new=4)
+            steps(model, cache, 20, 4)
+            assert not handle.policy.reads_part and not handle.policy.undoes_rotation
+            assert kvpolicy.plan(model, handle.policy, prompt=20, new=4).nbytes == cache.nbytes
+    both = Policy.by_layer(["h2o@0.5", "window@0.5"] * (depth // 2), budget=0.8)
+    with kvpolicy.attach(model, both) as handle:
+        assert len(handle.policy.distinct) == 1
+    with pytest.raises(KVPolicyError, match="one for each of the model's"):
+        kvpolicy.attach(model, Policy.by_layer(["h2o@0.5"], budget=0.8))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5,
+        {"layers": 5},
+        {"layers": [5], "budget": 0.1},
+        {"layers": ["h2o"], "budget": 0.1},
+        {"layers": [{}]},
+        {"layers": [{}], "budget": 0.2, "codec": {}},
+        {"layers": [], "budget": 0.2},
+    ],
+)
+def test_data_that_describes_no_policy(content: Any) -> None:
+    with pytest.raises(KVPolicyError):
+        Policy.from_dict(content)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaConfig
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine.state import tensors
+from kvpolicy.engine.state import bytes_by_kind, tensors
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.kernels import compiled
 from kvpolicy.protocols import HeadShape
 from kvpolicy.registry import lookup
 from kvpolicy.text.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, is_refused, with_profile, words
+from tests.engine.filled import attached, prompted
 from tests.engine.live import stored_bytes
 from tests.sampling import each_once, pairwise, product
 
@@ -33,11 +38,8 @@ def run(
     family: str, policy: kvpolicy.Policy | str, rows: list[int], *, hint: int | None = NEW, prompt: Any = None
 ) -> PolicyCache:
     """A prompt and `NEW` steps; the cache's bytes never change and are always what is stored."""
-    model = build(family)
-    ids, mask = make_batch(rows, [PROMPT] + [1] * NEW)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, prompt=prompt, new=hint)
-        forward(model, ids, mask, 0, PROMPT, cache)
+    with attached(policy, rows, [PROMPT] + [1] * NEW, family=family) as (model, ids, mask):
+        cache = prompted(model, ids, mask, PROMPT, prompt=prompt, new=hint)
         first = cache.nbytes
         _check_stored(cache)
         for column in range(PROMPT, PROMPT + NEW):
@@ -162,9 +164,7 @@ def test_generate(selector: str, codec: str) -> None:
 
 def test_bytes_are_really_freed() -> None:
     """Not a mask over a full cache: half the budget is half the bytes, beside positions."""
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT])
-    with kvpolicy.attach(model, "window@0.5"):
+    with attached("window@0.5", [PROMPT], [PROMPT]) as (model, ids, mask):
         cache = PolicyCache(model)
         talk(model, ids, mask, [PROMPT], cache)
     tokens = PROMPT // 2
@@ -225,11 +225,8 @@ def test_what_a_cache_was_told_of_its_rows_is_counted(policy: str) -> None:
 
 def test_a_loop_without_announced_length_reserves_a_share() -> None:
     """A cache that grows has slots for an eighth more than it holds, where it had 256 more."""
-    model = build("llama")
-    ids, mask = make_batch([200], [200, 1])
-    with kvpolicy.attach(model, "full"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 200, cache)
+    with attached("full", [200], [200, 1]) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 200)
         assert cache.policy_layers[0].layout.slots == 225
         assert cache.nbytes < 1.2 * cache.full_nbytes
 
@@ -237,11 +234,148 @@ def test_a_loop_without_announced_length_reserves_a_share() -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_chunk_that_waits_is_counted(selector: str) -> None:
     """With what its statistics have gathered, and without what they needed for the chunk alone."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([PROMPT, 33], [PROMPT, NEW])
-    with kvpolicy.attach(model, words(selector), chunks="hold"):
+    with attached(words(selector), [PROMPT, 33], [PROMPT, NEW], layers=2, chunks="hold") as (model, ids, mask):
         cache = PolicyCache(model, prompt=[PROMPT, 33], new=NEW)
         for start, stop in ((0, 20), (20, 30)):
             forward(model, ids, mask, start, stop, cache)
             assert cache.policy_layers[0].pending is not None
             assert stored_bytes(cache) == cache.nbytes
+
+
+class Stage(NamedTuple):
+    keys: Tensor
+    key_scale: Tensor
+    values: Tensor
+    zero_of_values: Tensor
+
+
+def numbers(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+def test_kinds_follow_the_names_of_fields() -> None:
+    stage = Stage(numbers(7, torch.uint8), numbers(5, torch.float16), numbers(3, torch.int8), numbers(1, torch.float32))
+    other = Stage(*(torch.empty(0) for _ in range(4)))
+    state = (numbers(2, torch.float32), (numbers(3, torch.uint8),))
+    found = bytes_by_kind(
+        [numbers(4, torch.bfloat16), numbers(6, torch.float32)],
+        [stage, other, stage],
+        numbers(9, torch.int32),
+        state,
+        [numbers(1, torch.int64), numbers(0, torch.int64)],
+    )
+    assert found == {
+        "exact": 4 * 2 + 6 * 4,
+        "codes": 2 * (7 + 3),
+        "scales": 2 * (5 * 2 + 4),
+        "positions": 36,
+        "statistics": 8 + 3,
+        "index": 0,
+        "counters": 8,
+    }
+
+
+def test_reason_for_an_even_division_and_another_remark() -> None:
+    """Two layers make no three groups."""
+    model = build("llama", layers=2)
+    with torch.no_grad(), kvpolicy.attach(model, "squeeze+window+kivi@0.5") as handle:
+        model(torch.arange(40)[None], use_cache=True)
+        report = handle.report()
+    assert "row(s) 0: all layers have the same budget" in str(report)
+    assert [layer.budget for layer in report.layers] == [(20,), (20,)]
+    assert handle.plan is not None
+    assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
+        "row(s) 0: all layers have the same budget",
+        "no token is encoded",
+    ]
+
+
+def test_no_reason_where_layers_differ() -> None:
+    model = build("llama")
+    with torch.no_grad(), kvpolicy.attach(model, "squeeze+window@0.5") as handle:
+        model(torch.arange(40)[None], use_cache=True)
+        report = handle.report()
+    assert report.note == ""
+    assert sum(layer.budget[0] for layer in report.layers) == 20 * len(report.layers)
+    assert json.loads(json.dumps(report.as_dict()))["nbytes"] == report.nbytes == handle.cache.nbytes  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("window@40", ""),
+        ("window+kivi:residual_length=128@40", "no token is encoded"),
+        ("window+tokenwise:residual_length=0:block_size=4@40", ""),
+        (
+            "window+tokenwise:residual_length=8:block_size=8@40",
+            "full-precision buffer, whose length its parameters set, takes ",
+        ),
+    ],
+)
+def test_a_codec_that_codes_little_is_remarked_on(words: str, told: str) -> None:
+    """The plan says so before anything runs, and the report after it."""
+    model = build("llama")
+    before = kvpolicy.plan(model.config, words, prompt=60).note
+    with torch.no_grad(), kvpolicy.attach(model, words) as handle:
+        model(torch.arange(40)[None], use_cache=True)
+        after = handle.report().note
+    assert before == after
+    assert (told in before) if told else not before
+
+
+@pytest.mark.parametrize(
+    ("words", "compiler", "told"),
+    [
+        ("window+tokenwise@4096", "", True),
+        ("window+tokenwise@4096", "g++", False),
+        ("window+tokenwise@1024", "", False),
+        ("window@4096", "", False),
+    ],
+)
+def test_many_codes_without_a_compiler_are_remarked_on(
+    words: str, compiler: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_missing_compiler", lambda device: "" if compiler else "C++ compiler")
+    note = kvpolicy.plan(build("llama").config, words, prompt=8192).note
+    assert ("codes are decoded before they are read, which is slower, since no C++ compiler was found" in note) == told
+
+
+@pytest.mark.parametrize(("words", "told"), [("window@0.2", True), ("window@0.5", False), ("window@4", False)])
+def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bool) -> None:
+    """The plan says so before anything runs, and the report after it; a number of tokens was the user's own."""
+    model = build("llama")
+    before = kvpolicy.plan(model.config, words, prompt=40).note
+    with torch.no_grad(), kvpolicy.attach(model, words) as handle:
+        model(torch.arange(40)[None], use_cache=True)
+    assert handle.report().note == before
+    assert ("row(s) 0: the budget 0.2 keeps as few as 8 of 40 prompt tokens" in before) == told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("window@20", "the budget @20 is 20 tokens per layer; for 20% of the prompt, write @0.2"),
+        ("window@5", "for 5% of the prompt, write @0.05"),
+        ("window@64", ""),
+        ("window@0.3", ""),
+        ("window@64KiB", ""),
+    ],
+)
+def test_a_number_of_tokens_that_may_be_a_percentage_is_remarked_on(words: str, told: str) -> None:
+    config = build("llama").config
+    note = kvpolicy.plan(config, words, prompt=[80, 200], batch=2).note
+    assert (told in note) if told else not note
+    assert not kvpolicy.plan(config, words, prompt=100).note, "of so many tokens, a percentage is no more"
+
+
+@pytest.mark.parametrize(("prompt", "new", "rows"), [([9, 60], 4, ""), ([9, 61], 4, "row(s) 1"), (65, 0, "every row")])
+def test_a_text_behind_the_trained_positions_is_remarked_on(prompt: int | list[int], new: int, rows: str) -> None:
+    """The plan says so; when it is fed, a warning does."""
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, max_position_embeddings=64)
+    note = kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note
+    told = f"{rows}: prompt and new tokens, up to 65, exceed the 64 positions"
+    assert note.startswith(told) if rows else not note
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note, "reaches further by itself"

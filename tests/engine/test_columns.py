@@ -1,4 +1,4 @@
-"""Coded slots as attention reads them: stage by stage, rotated where keys are coded unrotated."""
+"""Attention to slots part by part: coded ones by stage, rotated where keys are coded unrotated."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.columns import CodedColumns, StageColumns
+from kvpolicy.engine.partial_attention import attend_occupied, has_parts
 from kvpolicy.kernels.rotary import Rope, SlotRotary
 from kvpolicy.protocols import StageStore
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import Floats, Uncoded, generator
+from tests.sampling import product
 
 ROWS = 2
 HEADS = 3
@@ -64,3 +67,29 @@ def test_what_is_read_is_rotated_and_of_the_wanted_dtype() -> None:
             assert keys.dtype == values.dtype == dtype
             assert torch.equal(keys, seen_keys(one).to(dtype))
             assert torch.equal(values, one.store.codes.values.to(dtype))
+
+
+def test_what_has_parts() -> None:
+    t = torch.randn(1, HEADS, 3, DIM)
+    assert has_parts(t, t, t, ScoreTransform(1.0))
+    assert not has_parts(t, t, t.half(), ScoreTransform(1.0))
+    assert not has_parts(t, t, t, ScoreTransform(1.0, softcap=3.0))
+    assert not has_parts(t, t, t, ScoreTransform(1.0, sinks=torch.zeros(HEADS)))
+
+
+@product("softcap,occupancy,counted", [None, 1.5], [None, [True] * 6 + [False] * 3], [False, True])
+def test_attention_to_occupied_slots(softcap: float | None, occupancy: list[bool] | None, counted: bool) -> None:
+    """With the normalizer, against fp64; by the fused function where nothing is masked, counted or capped."""
+    q, keys, values = (torch.randn(1, HEADS, n, DIM, generator=generator(i)) for i, n in enumerate((5, 9, 9)))
+    counts = torch.rand(1, HEADS, 9, generator=generator(3)) if counted else None
+    occupied = None if occupancy is None else torch.tensor(occupancy).expand(1, HEADS, 9)
+    found = attend_occupied(q, (keys, values), (), occupied, ScoreTransform(0.4, softcap), counts)
+    score = q.double() @ keys.double().mT * 0.4
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    if counts is not None:
+        score = score + counts.double()[:, :, None]
+    if occupied is not None:
+        score = score.masked_fill(~occupied[:, :, None], -torch.inf)
+    torch.testing.assert_close(found.output.double(), score.softmax(-1) @ values.double(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.normalizer.double(), score.logsumexp(-1), atol=1e-6, rtol=1e-5)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.engine.due_rows import due_rows, only_rows
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
+from kvpolicy.kernels import words as words_of_codes
+from kvpolicy.kernels.words import constant
 from kvpolicy.registry import lookup
+from tests.codecs.compiling import compile_all
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
+from tests.engine.filled import attached, prompted
 from tests.engine.graphs import Graphs
 from tests.engine.parts import slots_of
 from tests.sampling import pairwise, product
@@ -41,14 +46,15 @@ def fresh() -> Generator[None]:
 
 def decode(model: Any, compiled: Any, rows: list[int], steps: int) -> tuple[Tensor, PolicyCache]:
     """Prefill in eager mode, then steps through `compiled`; all that a step reads and writes stays where it is."""
-    ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
+    prompt = max(rows)
+    ids, mask = make_batch(rows, [prompt] + [1] * steps)
     places = (mask.cumsum(-1) - 1).clamp_min(0)
     cache = PolicyCache(model, new=steps + 1)  # the last tick makes room for another step
     logits: list[Tensor] = []
-    forward(model, ids, mask, 0, PROMPT, cache)
+    forward(model, ids, mask, 0, prompt, cache)
     before = addresses(cache)
     with torch.no_grad():
-        for column in range(PROMPT, PROMPT + steps):
+        for column in range(prompt, prompt + steps):
             now = slice(column, column + 1)
             out = compiled(ids[:, now].clone(), position_ids=places[:, now].clone(), cache=cache, use_cache=True)
             logits.append(out.logits)
@@ -185,31 +191,6 @@ def test_inductor(policy: str) -> None:
     once(policy, [PROMPT], backend="inductor", atol=1e-3)
 
 
-TURNS = [PROMPT, 5]
-PROMPTS = ["h2o@0.5", "squeeze+h2o+kivi:group_size=4:residual_length=4@0.5"]
-
-
-@pytest.mark.filterwarnings("ignore")
-@product("policy,padded,layers", PROMPTS, [False, True], [1, LAYERS], sample=[])
-def test_a_prompt_through_a_compiled_model(policy: str, padded: bool, layers: int) -> None:
-    """Dozens of graphs, which take seconds; `test_a_compiled_model_without_a_cache` has one prompt in every commit.
-
-    Prompts need the host, so that they break the graph; the result is the same, or one sentence says no.
-    """
-    model = build("llama", layers=layers)
-    ids, mask = make_batch([PROMPT, 15] if padded else [PROMPT], TURNS)
-    with kvpolicy.attach(model, policy):
-        want = talk(model, ids, mask, TURNS, PolicyCache(model))
-        cache = PolicyCache(model)
-        compiled = torch.compile(model, backend="eager")
-        try:
-            got = talk(compiled, ids, mask, TURNS, cache)
-        except ValueError as error:
-            assert str(error).endswith(".")
-        else:
-            assert torch.allclose(got[mask.bool()], want[mask.bool()], atol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore")
 @product("given", [False, True], sample=[(True,)])
 def test_a_compiled_model_without_a_cache(given: bool) -> None:
@@ -234,12 +215,9 @@ TICKED = ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5
 @product("policy", TICKED, sample=[(TICKED[0],)])
 def test_a_forgotten_tick_is_an_error(policy: str) -> None:
     """Never a lost token."""
-    model = build("llama", layers=1)
-    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * STEPS)
-    with kvpolicy.attach(model, policy):
+    with attached(policy, [PROMPT], [PROMPT] + [1] * STEPS, layers=1) as (model, ids, mask):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        cache = PolicyCache(model, new=5)
-        forward(model, ids, mask, 0, PROMPT, cache)
+        cache = prompted(model, ids, mask, PROMPT, new=5)
         with pytest.raises(RuntimeError, match=r"tick\(\)"), torch.no_grad():
             for column in range(PROMPT, PROMPT + STEPS):
                 at = torch.tensor([[column]])
@@ -275,3 +253,64 @@ def test_a_flush_is_one_graph(due: list[list[int]], backend: str) -> None:
         for one, other in zip(tensors(eager.tensors.codes), tensors(traced.tensors.codes), strict=True):
             assert torch.equal(one, other)
     assert counter.frame_count == 1
+
+
+CENTERS = [words("h2o", "tokenwise"), words("h2o", "quest"), "uniform/adakv+h2o+compensate@0.5"]
+"""Policies that are compiled first: with codes, with a reader and with budgets of heads."""
+POLICIES = list(dict.fromkeys([*METHODS, REUSE, *OTHERS, *(words("h2o", codec) for codec in CODECS)]))
+CHAINS = [POLICIES[start : start + 5] for start in range(0, len(POLICIES), 5)]
+EACH = 4
+"""Of so many chains or codecs one is compiled before an issue is closed, and the others by `pytest -m full`."""
+LENGTHS = (24, 37, 31)
+"""Tokens of prompts, in turn."""
+
+
+def some(cases: Iterable[Any]) -> list[Any]:
+    """Cases with the markers of their jobs: they take a minute each."""
+    marks = pytest.mark.slow, pytest.mark.full
+    return [pytest.param(case, marks=marks[number % EACH > 0]) for number, case in enumerate(cases)]
+
+
+def compile_steps(monkeypatch: pytest.MonkeyPatch, policy: str, prompt: int) -> None:
+    """One graph for all steps of a policy behind a prompt; functions for many slots are compiled also with a few."""
+    compile_all(monkeypatch)
+    monkeypatch.setattr(words_of_codes, "HAS_WIDE_VECTORS", True)  # also where the processor has none
+    model: Any = build("llama", layers=2 if policy == REUSE or "minicache" in policy else 1)
+    with kvpolicy.attach(model, policy):
+        steps: Any = torch.compile(model, backend="eager", fullgraph=True)
+        decode(model, steps, [prompt], 3)
+
+
+def check_chain(monkeypatch: pytest.MonkeyPatch, policies: Sequence[str]) -> None:
+    # A model's forward has one code object, of which each policy has a compilation or two.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for number, policy in enumerate(policies):
+            compile_steps(monkeypatch, policy, LENGTHS[number % len(LENGTHS)])
+
+
+def test_a_policy_compiles_after_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of half the width, whose numbers are symbols when they are compiled."""
+    check_chain(monkeypatch, [f"h2o+kivi:bits={bits}:group_size=4:residual_length=4@0.5" for bits in (4, 2)])
+
+
+@pytest.mark.parametrize("number", some(range(len(CHAINS))))
+def test_every_policy_compiles_after_others(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """After one of the centers, and before another."""
+    check_chain(monkeypatch, [CENTERS[number % 3], *CHAINS[number], CENTERS[(number + 1) % 3]])
+
+
+@pytest.mark.parametrize("first", some(CODECS))
+def test_every_codec_compiles_before_and_after_kivi(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    kivi = words("h2o", "kivi")
+    check_chain(monkeypatch, [kivi, words("h2o", first), kivi])
+
+
+def test_a_size_that_changed_is_a_number() -> None:
+    """Neither `math.gcd` nor a set takes a symbol."""
+
+    def widths(t: torch.Tensor) -> torch.Tensor:
+        size = constant(t.shape[-1])
+        return torch.zeros(math.gcd(size, 8) * len({size, 1}))
+
+    step: Any = torch.compile(widths, backend="eager", fullgraph=True)
+    assert [len(step(torch.ones(2, size))) for size in (8, 12, 20)] == [16, 8, 8]

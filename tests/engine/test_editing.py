@@ -25,6 +25,7 @@ from tests.conformance.access import kept_positions, store_of
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import words
+from tests.engine.filled import attached, prompted
 from tests.engine.parts import Ranking, slots_of
 from tests.engine.test_rollback import same
 from tests.readers.bench import draw
@@ -100,9 +101,7 @@ def _each(positions: Tensor) -> list[tuple[tuple[int, int, int], int]]:
 @pytest.mark.parametrize("codec", ["plain", "csr", "kvquant"])
 def test_behind_a_longer_text(codec: str) -> None:
     """The keys of the first layer are those of the same tokens behind a longer beginning."""
-    model = build("llama", layers=1)
-    ids, mask = make_batch([26])
-    with kvpolicy.attach(model, words("full", codec, budget="1.0")):
+    with attached(words("full", codec, budget="1.0"), [26], layers=1) as (model, ids, mask):
         cache = PolicyCache(model)
         longer = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
@@ -126,9 +125,7 @@ def test_behind_a_longer_text(codec: str) -> None:
 @pytest.mark.parametrize(("start", "by"), [(FIRST, 4), (LAST, FIRST - LAST), (25, 3), (25, -2)])
 def test_codes_outlast_the_tokens_that_they_refer_to(start: int, by: int) -> None:
     """Codes are read with the unrotated keys of dictionary slots, which stay after their tokens were evicted."""
-    model = build("llama", layers=1)
-    ids, mask = make_batch([26])
-    with kvpolicy.attach(model, words("full", "csr", budget="1.0")):
+    with attached(words("full", "csr", budget="1.0"), [26], layers=1) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         store = cache.policy_layers[0].store
@@ -153,9 +150,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("policy", REFUSED)
 def test_what_cannot_be_moved(policy: str) -> None:
-    model = build("llama", layers=1)
-    ids, mask = make_batch(LENGTHS)
-    with kvpolicy.attach(model, policy):
+    with attached(policy, LENGTHS, layers=1) as (model, ids, mask):
         cache = PolicyCache(model)
         with pytest.raises(KVPolicyError, match="must have compressed its prompt"):
             cache.shift(3, 1)
@@ -173,9 +168,7 @@ def test_what_cannot_be_moved(policy: str) -> None:
 
 
 def test_a_fork_goes_on_by_itself() -> None:
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS)
-    with kvpolicy.attach(model, words("h2o", "kivi")):
+    with attached(words("h2o", "kivi"), LENGTHS) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         picked = torch.tensor([1, 0, 1])
@@ -254,9 +247,7 @@ def test_cropped_tokens_leave_no_trace(
 @pytest.mark.parametrize("keep", [1, 4])
 def test_a_part_of_a_turn_is_cropped(lengths: list[int], keep: int) -> None:
     """Its tokens went through the model with the others, so that a twin's last bits differ, and nothing else."""
-    model = build("llama")
-    ids, mask = make_batch(lengths, [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", lengths, [PROMPT, 20]) as (model, ids, mask):
         cache, twin = (PolicyCache(model, new=9) for _ in range(2))
         for each, stop in ((cache, PROMPT + 5), (twin, PROMPT + keep)):
             forward(model, ids, mask, 0, PROMPT, each)
@@ -278,9 +269,7 @@ def test_a_part_of_a_turn_is_cropped(lengths: list[int], keep: int) -> None:
 
 
 def test_an_unpadded_first_prompt_is_cropped_too() -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT], [PROMPT, 20]) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
         cache.crop(-4)
@@ -300,9 +289,7 @@ def test_an_unpadded_first_prompt_is_cropped_too() -> None:
 @pytest.mark.parametrize("keep", [3, 7, 10])
 def test_a_padded_first_prompt_is_cropped_too(keep: int) -> None:
     """Also within the padding of a row."""
-    model = build("llama")
-    ids, mask = make_batch([PROMPT, 7], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT, 7], [PROMPT, 20]) as (model, ids, mask):
         cache, twin = (PolicyCache(model) for _ in range(2))
         forward(model, ids, mask, 0, PROMPT, cache)
         cache.crop(keep - PROMPT)
@@ -317,9 +304,7 @@ def test_a_padded_first_prompt_is_cropped_too(keep: int) -> None:
 
 
 def test_after_rows_were_selected() -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT, 7], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT, 7], [PROMPT, 20]) as (model, ids, mask):
         cache, twin = (PolicyCache(model) for _ in range(2))
         for each in (cache, twin):
             forward(model, ids, mask, 0, PROMPT, each)
@@ -343,9 +328,7 @@ def test_after_rows_were_selected() -> None:
     ],
 )
 def test_what_cannot_be_cropped_is_named(policy: str, part: str) -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT, 20])
-    with kvpolicy.attach(model, policy):
+    with attached(policy, [PROMPT], [PROMPT, 20]) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
         forward(model, ids, mask, PROMPT, PROMPT + 1, cache)
@@ -357,9 +340,7 @@ def test_what_cannot_be_cropped_is_named(policy: str, part: str) -> None:
 
 
 def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT], [PROMPT, 20]) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
         cache.save(tmp_path / "prompt.safetensors")
@@ -368,20 +349,6 @@ def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> No
         for each in (cache, loaded):
             with pytest.raises(KVPolicyError, match="a load or a shift forgets"):
                 each.crop(-1)
-
-
-@pytest.mark.parametrize("policy", ["full", "h2o@0.5", "uniform/adakv+h2o@0.5"])
-@pytest.mark.parametrize("by", [FIRST - LAST, 3])
-def test_a_shifted_cache_is_saved(by: int, policy: str, tmp_path: Path) -> None:
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS, [LENGTHS[0], 5])
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, LENGTHS[0], cache)
-        cache.shift(LAST, by)
-        cache.save(tmp_path / "cache.safetensors")
-        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
-        same(loaded, cache)
 
 
 def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,9 +373,7 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_crop_of_all_tokens_leaves_what_was_announced() -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT], [PROMPT]) as (model, ids, mask):
         caches = [PolicyCache(model, prompt=PROMPT, new=50) for _ in range(2)]
         forward(model, ids, mask, 0, 4, caches[0])
         caches[0].crop(-4)
@@ -418,9 +383,7 @@ def test_a_crop_of_all_tokens_leaves_what_was_announced() -> None:
 
 
 def test_other_mistakes() -> None:
-    model = build("llama")
-    ids, mask = make_batch([PROMPT, 7], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT, 7], [PROMPT, 20]) as (model, ids, mask):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
         for wrong in (3, True, 0.5, "1"):
@@ -440,12 +403,8 @@ def test_other_mistakes() -> None:
 
 def test_sliding_windows() -> None:
     """A full window is cropped only if transformers was told before to record what leaves it."""
-    model = build("gemma2")
-    ids, mask = make_batch([PROMPT], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
-        cache, twin = (PolicyCache(model) for _ in range(2))
-        for each in (cache, twin):
-            forward(model, ids, mask, 0, PROMPT, each)
+    with attached("full", [PROMPT], [PROMPT, 20], family="gemma2") as (model, ids, mask):
+        cache, twin = (prompted(model, ids, mask, PROMPT) for _ in range(2))
         with pytest.raises(KVPolicyError, match="out of a sliding window"):
             cache.crop(-1)
         cache.activate_past_recording()
@@ -460,9 +419,7 @@ def test_sliding_windows() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_crop_may_run_in_another_mode_than_the_prompt(steps: int, inference: bool) -> None:
     """Only inference mode may change tensors that were made in it."""
-    model = build("llama")
-    ids, mask = make_batch([PROMPT], [PROMPT, 20])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [PROMPT], [PROMPT, 20]) as (model, ids, mask):
         cache, twin = (PolicyCache(model) for _ in range(2))
         with torch.inference_mode(inference):
             for each in (cache, twin):

@@ -15,9 +15,10 @@ from transformers import GenerationConfig
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from tests.conformance.access import kept_positions
-from tests.conformance.models import FAMILIES, build
+from tests.conformance.models import build
 from tests.conformance.play import make_batch
 from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.engine.filled import attached
 from tests.sampling import each_once, product
 
 NEW = 12
@@ -35,7 +36,6 @@ MODES: dict[str, dict[str, Any]] = {
     "no cache": GREEDY | {"use_cache": False},
 }
 KIVI = "kivi:group_size=4:residual_length=4"
-ANNOUNCED = ["window@64", f"h2o+{KIVI}@64", f"h2o:decode=grow+{KIVI}@0.5", "full"]
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:
@@ -53,19 +53,6 @@ def test_full_budget_gives_the_stock_tokens(mode: str) -> None:
             ours = generate(model, ids, mask, **MODES[mode])
             assert (handle.cache is None) == (mode == "no cache")
         assert torch.equal(ours, stock), policy
-
-
-@product("family", [*FAMILIES], sample=[("gemma2",), ("gpt_neox",), ("opt",), ("falcon_grouped",)])
-def test_families(family: str) -> None:
-    model = build(family)
-    ids, mask = make_batch([24, 15], [24])
-    stock = generate(model, ids, mask, **GREEDY)
-    with kvpolicy.attach(model, "snapkv@64"):
-        assert torch.equal(generate(model, ids, mask, **GREEDY), stock)
-    with kvpolicy.attach(model, words("squeeze", "kvcrush", "kivi")) as handle:
-        generate(model, ids, mask, **GREEDY)
-        assert handle.cache is not None
-        assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.policy_layers)
 
 
 RANKINGS = [*SELECTORS, "h2o:decode=grow"]
@@ -92,9 +79,7 @@ def test_small_budgets(selector: str, codec: str, mode: str) -> None:
 
 def test_beams_carry_their_own_slots() -> None:
     """A beam's continuation is what the same tokens give alone."""
-    model = build("llama", layers=LAYERS)
-    ids, mask = make_batch([24], [24])
-    with kvpolicy.attach(model, "h2o@0.5"):
+    with attached("h2o@0.5", [24], [24], layers=LAYERS) as (model, ids, mask):
         out = model.generate(
             ids, attention_mask=mask, **MODES["several beams"], return_dict_in_generate=True, output_scores=True
         )
@@ -144,41 +129,13 @@ def test_second_turn(policy: str) -> None:
 
 
 def test_padded_second_turn() -> None:
-    model = build("llama", layers=LAYERS)
-    ids, mask = make_batch([24, 15], [24])
-    with kvpolicy.attach(model, "full"):
+    with attached("full", [24, 15], [24], layers=LAYERS) as (model, ids, mask):
         cache = PolicyCache(model)
         first = generate(model, ids, mask, cache=cache, **GREEDY)
         longer = torch.cat([first, torch.full((2, 4), 9)], 1)
         wide = torch.cat([mask, torch.ones(2, NEW + 4, dtype=mask.dtype)], 1)
         second = generate(model, longer, wide, cache=cache, **GREEDY)
     assert torch.equal(second, generate(model, longer, wide, **GREEDY))
-
-
-@pytest.mark.parametrize("policy", ANNOUNCED)
-def test_more_tokens_than_announced(policy: str) -> None:
-    """A hint that was too low costs memory, never a token."""
-    model = build("llama", layers=LAYERS)
-    ids, _ = make_batch([24], [24])
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = PolicyCache(model, new=3)
-        model(ids, cache=cache)
-        prompt = kept_positions(cache.policy_layers[0])[0]
-        for _ in range(14):
-            model(ids[:, :1], cache=cache)
-    for old, now in zip(prompt, kept_positions(cache.policy_layers[0])[0], strict=True):
-        assert now == [*old, *range(24, 38)]
-
-
-@pytest.mark.parametrize("selector", ["window", "h2o"])
-def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
-    model = build("llama", layers=LAYERS)
-    ids, _ = make_batch([90], [90])
-    with kvpolicy.attach(model, f"{selector}@10"):
-        cache = PolicyCache(model)
-        model.generate(ids[:, :20], cache=cache, **GREEDY)
-        model.generate(torch.cat([ids[:, : 20 + NEW], ids[:, :50]], 1), cache=cache, **GREEDY)
-    assert cache.policy_layers[0].positions.shape[-1] == 10
 
 
 def test_embeddings_in_place_of_tokens() -> None:

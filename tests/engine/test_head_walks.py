@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
@@ -18,7 +17,6 @@ from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing.part_checks import check_divided
-from kvpolicy_eval.bench.models import llama, tokens
 from tests.conformance.extremes import EXTREMES
 from tests.engine.paged import HEADS, SCALE, SELECTORS, NearTie, Run
 from tests.sampling import product
@@ -135,18 +133,3 @@ def test_a_row_without_a_token_may_have_no_page() -> None:
     run.store.append(*run.draw(1), torch.tensor([[True], [False]]), ScoreTransform(SCALE))
     with pytest.raises(RuntimeError, match=NO_PAGE):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))
-
-
-@pytest.mark.parametrize("codec", ["", "+tokenwise:bits=4"])
-def test_the_host_knows_whether_every_head_has_pages(codec: str) -> None:
-    model = llama(1, 64, heads=4)
-    with kvpolicy.attach(model, f"uniform/adakv+snapkv{codec}@0.5"), torch.no_grad():
-        cache = kvpolicy.PolicyCache(model, new=4)
-        model(tokens(64), cache=cache)
-        layer = cache.policy_layers[0].store.contents
-        assert layer.has_pages
-        owner = layer.tensors.paged().owner
-        pages = owner.shape[1] - (layer.shape.heads if codec else 0)  # the buffer of each head is a page
-        owner[0, :pages][owner[0, :pages] == 2] = 1
-        layer.note_slots()
-        assert not layer.has_pages

@@ -10,12 +10,21 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.codecs.bfp import BFP
+from kvpolicy.codecs.tokenwise import TokenWise
+from kvpolicy.codecs.turboquant import TurboQuant
+from kvpolicy.engine.page_codes import PromptCodes
+from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.hf.announced import Announced
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.protocols import Codec, StageStore
 from kvpolicy.statistics import Forward
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyWarning
 from tests.conformance.models import build, layers_for
 from tests.conformance.play import forward, make_batch
+from tests.engine.filled import attached, prompted
 from tests.robust.test_tiles import NOTED, Noting
 from tests.sampling import each_once, product
 
@@ -71,21 +80,6 @@ def test_what_one_piece_keeps(policy: str) -> None:
         torch.testing.assert_close(last, logits, atol=0.3 if CODES in policy else 1e-3, rtol=1e-3)
 
 
-def test_squeeze_measures_all_chunks_of_a_replayed_prompt() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
-    found: list[list[int]] = []
-    for pieces in ([26], [9, 17]):
-        with kvpolicy.attach(model, "squeeze+kvzip:chunk=16@0.4"):
-            cache = PolicyCache(model, prompt=26)
-            start = 0
-            for piece in pieces:
-                forward(model, ids, mask, start, start + piece, cache)
-                start += piece
-        found.append([int(layer.budget[0]) for layer in cache.policy_layers])
-    assert found[0] == found[1]
-
-
 def test_generate_holds_its_chunks() -> None:
     model = build("llama")
     ids, _ = make_batch([26], [26])
@@ -97,18 +91,13 @@ def test_generate_holds_its_chunks() -> None:
 
 
 def test_a_prompt_that_is_not_announced_is_not_held() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
-    with kvpolicy.attach(model, SMALL, chunks="hold"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 20, cache)
+    with attached(SMALL, [26], [26], chunks="hold") as (model, ids, mask):
+        cache = prompted(model, ids, mask, 20)
         assert cache.policy_layers[0].pending is None and cache.policy_layers[0].positions.shape[-1] == 10
 
 
 def test_chunks_that_are_compressed_by_their_own_queries_warn_once() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
-    with kvpolicy.attach(model, SMALL):
+    with attached(SMALL, [26], [26]) as (model, ids, mask):
         with pytest.warns(KVPolicyWarning, match="compressed by its own last queries under .*; attach with tile="):
             forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
         forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
@@ -140,8 +129,7 @@ def test_rows_are_chosen_between_held_chunks(policy: str) -> None:
     budgets: list[list[list[int]]] = []
     for early in (True, False):
         with kvpolicy.attach(model, policy, chunks="hold"):
-            cache = PolicyCache(model, prompt=[26, 11])
-            forward(model, ids, mask, 0, 18, cache)
+            cache = prompted(model, ids, mask, 18, prompt=[26, 11])
             if early:
                 cache.batch_select_indices(rows)
                 forward(model, ids[rows], mask[rows], 18, 26, cache)
@@ -153,11 +141,8 @@ def test_rows_are_chosen_between_held_chunks(policy: str) -> None:
 
 
 def test_a_held_chunk_is_not_cropped_in_part() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
-    with kvpolicy.attach(model, "full", chunks="hold"):
-        cache = PolicyCache(model, prompt=26)
-        forward(model, ids, mask, 0, 18, cache)
+    with attached("full", [26], [26], chunks="hold") as (model, ids, mask):
+        cache = prompted(model, ids, mask, 18, prompt=26)
         with pytest.raises(KVPolicyError, match="must have compressed its prompt before tokens are cropped"):
             cache.crop(-3)
         forward(model, ids, mask, 18, 26, cache)
@@ -206,9 +191,7 @@ def test_a_last_chunk_of_one_token_has_the_arguments_of_its_attention() -> None:
 
 @pytest.mark.parametrize("chunks", ["select", "hold"])
 def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunks: Any) -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
-    with kvpolicy.attach(model, SMALL, chunks=chunks):
+    with attached(SMALL, [26], [26], chunks=chunks) as (model, ids, mask):
         cache = PolicyCache(model, prompt=[26, 11])
         with pytest.raises(KVPolicyError, match="one length or one per row, got 2 lengths for 1 rows"):
             forward(model, ids, mask, 0, 20, cache)
@@ -219,9 +202,7 @@ def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunk
 @pytest.mark.parametrize("policy", ["full", "uniform/even+h2o:decode=grow@16", "h2o:decode=grow@16"])
 def test_an_announcement_while_a_prompt_waits_makes_no_slots(policy: str) -> None:
     """As for a last token of the prompt, with which it is compressed."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([27], [27, 5])
-    with kvpolicy.attach(model, policy, chunks="hold"):
+    with attached(policy, [27], [27, 5], layers=2, chunks="hold") as (model, ids, mask):
         cache, other = (PolicyCache(model, prompt=27) for _ in range(2))
         forward(model, ids, mask, 0, 26, cache)
         forward(model, ids, mask, 0, 26, other)
@@ -234,3 +215,144 @@ def test_an_announcement_while_a_prompt_waits_makes_no_slots(policy: str) -> Non
             both = [forward(model, ids, mask, column, column + 1, each) for each in (cache, other)]
             assert torch.equal(*both)
         assert cache.nbytes == other.nbytes
+
+
+CODECS = [TokenWise(bits=4, group_size=4), TokenWise(bits="fp8", group_size=4), BFP(mantissa=6), TurboQuant()]
+
+
+def prompt(columns: int, seed: int, valid: list[list[bool]] | None = None) -> PendingPrompt:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 2, 2, columns, 8, generator=generator) * 4 + 1
+    flags = None if valid is None else torch.tensor(valid)
+    return PendingPrompt(keys, values, flags, ScoreTransform(1.0))
+
+
+def written(codec: Codec, tokens: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values of tokens that are written to a store one prompt after the other, head by head."""
+    rows = tokens[0][0].shape[0]
+    found: list[list[tuple[Tensor, Tensor]]] = []
+    for row in range(rows):
+        found.append([])
+        for head in range(tokens[0][0].shape[1]):
+            slots = sum(keys.shape[2] for keys, _, _ in tokens)
+            store = StageStore(codec.stages[0].alloc(1, 1, slots, 8, "cpu"), ())
+            occupied = torch.zeros(1, 1, slots, dtype=torch.bool)
+            start = 0
+            for keys, values, valid in tokens:
+                at = torch.arange(start, start + keys.shape[2])[None, None]
+                k, v = (t[row : row + 1, head : head + 1] for t in (keys, values))
+                codec.stages[0].write(store, k, v, at, valid[row][None, None], occupied)
+                occupied[..., start : start + keys.shape[2]] = valid[row]
+                start += keys.shape[2]
+            every = slice(0, slots)
+            found[-1].append((codec.stages[0].keys(store, every)[0, 0], codec.stages[0].values(store, every)[0, 0]))
+    keys, values = (torch.stack([torch.stack([pair[side] for pair in row]) for row in found]) for side in (0, 1))
+    return keys, values
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_codes_of_two_chunks_are_those_of_a_store(codec: Codec) -> None:
+    """Also of a row whose first tokens come in the second chunk, to which its parameters are fitted."""
+    first = prompt(5, 0, [[True] * 5, [False] * 5])
+    second = prompt(4, 1, [[True] * 4, [False, True, True, True]])
+    held = first.encoded(codec, ()).joined(second)
+    assert held.columns == 9 and not held.keys.numel() and held.lengths(torch.zeros(2).long()).tolist() == [9, 3]
+    keys, values = written(codec, [(each.keys, each.values, each.flags) for each in (first, second)])
+    found = held.decoded()
+    shown = held.flags[:, None, :, None]
+    assert torch.where(shown, found.keys, 0).equal(torch.where(shown, keys, 0))
+    assert torch.where(shown, found.values, 0).equal(torch.where(shown, values, 0))
+    assert isinstance(held.codes, PromptCodes) and found.codes is None and held.encoded(codec, ()) is held
+    moved = held.map_rows(lambda t: t[[1, 0, 1]]).decoded()
+    assert moved.keys.equal(found.keys[[1, 0, 1]]) and moved.values.equal(found.values[[1, 0, 1]])
+
+
+def test_codes_are_counted() -> None:
+    held = prompt(12, 0).encoded(TokenWise(bits=4), ()).owned()
+    # Keys and values of 8 channels in 4 bits with scale and zero, and mean and deviation of the channels of a head.
+    assert held.nbytes == 2 * 2 * (12 * 2 * (4 + 4) + 2 * 8 * 2)
+
+
+def decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep prompts plain, with the numbers that their codes decode to."""
+
+    def keep(self: PolicyLayer, pending: PendingPrompt) -> None:
+        self.pending = pending.encoded(self.store.spec.codec, self.store.contents.calibrations[0]).decoded().owned()
+
+    monkeypatch.setattr(PolicyLayer, "keep", keep)
+
+
+WAITING = [
+    f"kvzip:chunk=16+{CODES}@0.5",
+    "kvzip:chunk=16:plus=true+tokenwise:group_size=4@0.5",
+    f"uniform/adakv+kvzip:chunk=16+{CODES}@0.6",
+    f"squeeze+h2o+{CODES}@0.5",
+    "squeeze+kvzip:chunk=16+bfp:mantissa=4@0.5",
+    "kvzip:chunk=16+turboquant@0.5",
+]
+LENGTHS = [[26, 11], [26]]
+TILES = [None, None, 5, 5]
+
+
+@product("policy,lengths,tile", WAITING, LENGTHS, [None, 5], sample=each_once(WAITING, LENGTHS, TILES))
+def test_what_is_kept_of_decoded_codes(
+    monkeypatch: pytest.MonkeyPatch, policy: str, lengths: list[int], tile: int | None
+) -> None:
+    model = build("llama")
+    positions, logits = outcome(model, policy, lengths, [26], hold="codes", tile=tile)
+    decoded_at_once(monkeypatch)
+    expected, last = outcome(model, policy, lengths, [26], tile=tile)
+    assert all(torch.equal(*pair) for pair in zip(positions, expected, strict=True))
+    torch.testing.assert_close(logits, last)
+
+
+def test_chunks_wait_in_codes() -> None:
+    model = build("llama")
+    policy = "window+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4@0.6"
+    plain, logits = outcome(model, policy, [26, 11], [12, 9, 5], chunks="hold")
+    coded, close = outcome(model, policy, [26, 11], [12, 9, 5], chunks="hold", hold="codes")
+    assert all(torch.equal(*pair) for pair in zip(plain, coded, strict=True))
+    assert not logits.equal(close)
+    torch.testing.assert_close(logits, close, atol=0.05, rtol=0.05)
+
+
+def test_a_waiting_prompt_takes_the_bytes_of_its_codes() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    bytes_of: dict[str, int] = {}
+    hold: Any
+    for hold in ("plain", "codes"):
+        with kvpolicy.attach(model, "h2o+tokenwise@0.5", chunks="hold", hold=hold):
+            cache = prompted(model, ids, mask, 20, prompt=26)
+            forward(model, ids, mask, 20, 24, cache)
+            check_cache(cache)
+            pending: Any = cache.policy_layers[0].pending
+            vectors = pending.keys.nbytes + pending.values.nbytes + (0 if hold == "plain" else pending.codes.nbytes)
+            bytes_of[hold] = vectors
+            assert cache.policy_layers[0].held()["waiting prompt"] >= vectors
+    assert bytes_of["codes"] < 0.5 * bytes_of["plain"]
+
+
+@pytest.mark.parametrize("policy", ["kvzip@0.5", "kvzip+kivi@0.5", "h2o+rotate@0.5", "h2o@0.5"])
+def test_codecs_that_do_not_encode_every_token_by_itself(policy: str) -> None:
+    model = build("llama")
+    with pytest.raises(
+        KVPolicyError, match=r"must encode every token by itself for hold='codes', got .*; try tokenwise"
+    ):
+        kvpolicy.attach(model, policy, hold="codes")
+    with pytest.raises(KVPolicyError, match=r"for hold='codes'"):
+        kvpolicy.plan(model, policy, hold="codes")
+
+
+def test_a_cache_of_another_codec_is_refused() -> None:
+    model = build("llama")
+    with (
+        kvpolicy.attach(model, "kvzip+tokenwise@0.5", hold="codes"),
+        pytest.raises(KVPolicyError, match="for hold='codes', got"),
+    ):
+        PolicyCache(model, "kvzip@0.5")
+
+
+def test_neither_plain_nor_codes() -> None:
+    with pytest.raises(KVPolicyError, match="hold must be 'plain' or 'codes', got 'coded'; try hold='codes'"):
+        kvpolicy.attach(build("llama"), "kvzip+tokenwise@0.5", hold="coded")  # pyright: ignore[reportArgumentType]

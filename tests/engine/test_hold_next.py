@@ -17,6 +17,7 @@ from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.engine.filled import attached, prompted
 
 TURNS = [40, 7, 1, 1, 6, 9, 1]
 """A prompt, a question, an answer, another question, a prompt that competes, and a step."""
@@ -106,11 +107,8 @@ def check_alone(model: Any, lengths: list[int], row: int, pads: int, logits: lis
 
 
 def test_a_question_of_one_token() -> None:
-    model = build("llama", layers=2)
-    ids, mask = make_batch([40], [40, 1, 1])
-    with kvpolicy.attach(model, "window@10"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 40, cache)
+    with attached("window@10", [40], [40, 1, 1], layers=2) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 40)
         cache.hold_next()
         forward(model, ids, mask, 40, 41, cache)
         assert held(cache, 0, 0)[0] == set(range(30, 41))
@@ -124,8 +122,7 @@ def test_a_plan_counts_it() -> None:
     for policy in PLANNED:
         planned = kvpolicy.plan(model, policy, prompt=40, held_next=7, new=1)
         with kvpolicy.attach(model, policy):
-            cache = PolicyCache(model, new=8)
-            forward(model, ids, mask, 0, 40, cache)
+            cache = prompted(model, ids, mask, 40, new=8)
             cache.hold_next()
             forward(model, ids, mask, 40, 47, cache)
         assert (
@@ -144,8 +141,7 @@ def test_heads_of_a_growing_cache_get_slots_for_what_is_added(policy: str) -> No
     ids, mask = make_batch([40, 33], [40, 7])
     for announced in (0, 7):
         with kvpolicy.attach(model, policy):
-            cache = PolicyCache(model, prompt=mask[:, :40].sum(-1), new=announced)
-            forward(model, ids, mask, 0, 40, cache)
+            cache = prompted(model, ids, mask, 40, prompt=mask[:, :40].sum(-1), new=announced)
             before = [layer.store.tensors.positions.shape for layer in cache.policy_layers]
             assert any(len({*map(len, held(cache, layer, 0))}) > 1 for layer in range(2))
             cache.hold_next()
@@ -156,9 +152,7 @@ def test_heads_of_a_growing_cache_get_slots_for_what_is_added(policy: str) -> No
 
 
 def test_it_must_follow_a_prompt() -> None:
-    model = build("llama", layers=2)
-    ids, mask = make_batch([40], [40, 7])
-    with kvpolicy.attach(model, "kvzip:chunk=9@0.3"):
+    with attached("kvzip:chunk=9@0.3", [40], [40, 7], layers=2) as (model, ids, mask):
         cache = PolicyCache(model, prompt=47)
         with pytest.raises(KVPolicyStateError, match=r"must hold a whole prompt before hold_next\(\)"):
             cache.hold_next()
@@ -177,11 +171,8 @@ def test_it_must_follow_a_prompt() -> None:
 
 def test_copies_and_marks() -> None:
     """A copy holds its next forward too, and a mark refuses to."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([40], [40, 7])
-    with kvpolicy.attach(model, "window@10"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 40, cache)
+    with attached("window@10", [40], [40, 7], layers=2) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 40)
         cache.hold_next()
         other = cache.fork()
         for one in (cache, other):

@@ -17,12 +17,12 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import ExactTopK, KVPolicyError, Policy, PolicyCache, Reuse
 from kvpolicy.engine.link import Link, StepBytes, load_slots, pins, to_host
-from kvpolicy.engine.reading import in_host_memory
 from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.protocols import Index, Reader, ReaderTraits
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
-from tests.engine.parts import index_of
+from tests.engine.filled import attached, prompted
+from tests.engine.parts import Floats, index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
 from tests.sampling import each_once, product
 
@@ -156,9 +156,7 @@ PLANNED = [*REUSE, *READERS, "labels:read=0.2:channels=3:dense=1"]
 def test_both_places_hold_what_was_planned(base: str, policy: str) -> None:
     reader = policy.replace("/", ":host=true/") if "/" in policy else f"{policy}:host=true"
     text = f"{base}+{reader}" + ("" if base == "full" else "@0.5")
-    model = build("llama", layers=4)
-    ids, mask = make_batch([40, 33], turns := [40] + [1] * 6)
-    with kvpolicy.attach(model, text):
+    with attached(text, [40, 33], turns := [40] + [1] * 6, layers=4) as (model, ids, mask):
         cache = PolicyCache(model, new=6)
         talk(model, ids, mask, turns, cache)
     plan = kvpolicy.plan(model.config, text, batch=2, prompt=[40, 33], new=6, dtype=torch.float32)
@@ -235,8 +233,7 @@ def test_a_prompt_that_waits_is_on_the_device() -> None:
     model = build("llama", layers=2)
     ids, mask = make_batch([20], [20, 10])
     with kvpolicy.attach(model, "snapkv+labels:read=6:channels=3:dense=0:host=true@0.5", chunks="hold"):
-        cache = PolicyCache(model, prompt=30)
-        forward(model, ids, mask, 0, 20, cache)
+        cache = prompted(model, ids, mask, 20, prompt=30)
         waiting = cache.report()
         assert (waiting.host_nbytes, waiting.loaded, waiting.stored) == (0, 0, 0)
         assert waiting.layers[0].nbytes["waiting prompt"] > 0
@@ -331,17 +328,6 @@ def test_mergers_of_prompts_and_of_caches_that_grow_are_taken() -> None:
         assert str(Policy.parse(text)) == text
 
 
-def test_which_layers_are_in_host_memory() -> None:
-    def places(reader: str) -> list[bool]:
-        return [in_host_memory(Policy.parse(reader).reader, layer_idx) for layer_idx in range(6)]
-
-    assert places("quest:host=true") == [False, False, True, True, True, True]
-    assert places("quest") == [False] * 6
-    assert places("reuse:every=2/quest:host=true") == [False, False, False, True, False, True]
-    assert places("reuse:every=2:full=false:host=true/quest") == [False, False, True, True, True, True]
-    assert places("reuse:every=2:full=false:host=true/exact") == [False, False, False, True, False, True]
-
-
 def test_the_link_counts_what_lies_in_host_memory() -> None:
     source = torch.arange(24.0).view(1, 2, 4, 3)
     link = Link(host=True)
@@ -381,3 +367,14 @@ def test_another_device_than_the_host() -> None:
     found = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     assert found.stdout.split() == [word for policy in ELSEWHERE for word in ("same", policy)]
+
+
+def test_a_stage_is_counted_by_slots_and_by_groups() -> None:
+    per_slot = torch.zeros(1, 2, 8, 4)
+    per_group = torch.zeros(1, 2, 2, 4)
+    whole = torch.zeros(1, 2, 1, 4)
+    for page, groups in ((1, 2), (4, 1)):
+        link = Link()
+        link.start()
+        link.count_stage(Floats(per_slot, per_group, whole), 8, 3, 4, page)
+        assert link.moved == 4 * (2 * 3 * 4 + 2 * groups * 4 + 2 * 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_store import LayerStore
 from tests.conformance.bench import Bench, draw
-from tests.engine.paged import Run
+from tests.engine.paged import HEADS, Run
 from tests.readers.bench import Layer
 from tests.readers.bench import draw as draw_for_readers
 
@@ -43,41 +44,30 @@ def read_in_part(reader: str) -> LayerStore:
     return layer.store
 
 
+def put(path: str, at: Any, value: Any) -> Damage:
+    """Write a number into a tensor or a list of a store."""
+
+    def damage(store: LayerStore) -> None:
+        attrgetter(path)(store)[at] = value
+
+    return damage
+
+
 def repeat_a_position(store: Any) -> None:
     store.tensors.positions[0, 0] = int(store.tensors.length[0]) - 1
-
-
-def write_an_unseen_position(store: Any) -> None:
-    store.tensors.positions[0, 0, 0] = 999
 
 
 def lose_the_newest(store: Any) -> None:
     store.tensors.positions[store.tensors.positions == store.tensors.length[:, None, None] - 1] = -1
 
 
-def lower_the_budget(store: Any) -> None:
-    store.tensors.budget.fill_(3)
-
-
-def expect_less(store: Any) -> None:
-    store.contents.expected_len[0] = 3
-
-
 def add_a_row(store: Any) -> None:
     store.contents.expected_len.append(3)
-
-
-def forget_columns(store: Any) -> None:
-    store.tensors.columns.fill_(1)
 
 
 def count_steps(store: Any) -> None:
     """A layer that must wait for a demotion has a limited number of steps."""
     store.contents.free_steps = 99
-
-
-def rank_later(store: Any) -> None:
-    store.contents.schedule.ranked_len[0] = 999
 
 
 def leave_nan_in_an_empty_slot(store: Any) -> None:
@@ -89,30 +79,10 @@ def leave_nan_in_a_buffer(store: Any) -> None:
     store.tensors.keys[store.tensors.positions[..., : store.layout.exact] < 0] = torch.nan
 
 
-def fill_a_buffer(store: Any) -> None:
-    store.tensors.limits.flush_threshold.fill_(1)
-
-
 def use_a_slot_of_a_longer_row(store: Any) -> None:
     first = store.layout.exact
     store.tensors.positions[1, :, -1] = store.tensors.positions[1, :, first]
     store.tensors.positions[1, :, first] = -1
-
-
-def lower_counts(store: Any) -> None:
-    store.tensors.counts[0, 0, 0] = -1.0
-
-
-def raise_counts(store: Any) -> None:
-    store.tensors.counts[0, 0, 0] = 9.0
-
-
-def disown_a_page(store: Any) -> None:
-    store.tensors.paged().owner[0, 0] = store.shape.heads
-
-
-def own_what_is_no_head(store: Any) -> None:
-    store.tensors.paged().owner[0, 0] = store.shape.heads + 1
 
 
 def give_all_pages_to_one_head(store: Any) -> None:
@@ -129,10 +99,6 @@ def write_behind_a_buffer(store: Any) -> None:
     store.tensors.positions[0, page, slot] = -1
 
 
-def swap_buffers(store: Any) -> None:
-    store.tensors.paged().owner[:, -1] = 0
-
-
 def widen_an_index(store: Any) -> None:
     store.tensors.reads.index.bounds[0, 0, 0] += 1
 
@@ -144,20 +110,20 @@ def read_more(store: Any) -> None:
 CODES = "h2o+kivi:group_size=4:residual_length=3@0.5"
 IN_SLOTS: list[tuple[str, Damage, str]] = [
     ("h2o@0.5", repeat_a_position, "holds a position once"),
-    ("h2o@0.5", write_an_unseen_position, "of tokens that the row has seen"),
+    ("h2o@0.5", put("tensors.positions", (0, 0, 0), 999), "of tokens that the row has seen"),
     ("h2o@0.5", lose_the_newest, "its row's newest token"),
-    ("h2o@0.5", lower_the_budget, "at most its budget"),
-    ("h2o@0.5", expect_less, "has slots for"),
+    ("h2o@0.5", put("tensors.budget", ..., 3), "at most its budget"),
+    ("h2o@0.5", put("contents.expected_len", 0, 3), "has slots for"),
     ("h2o@0.5", add_a_row, "expected_len has all rows"),
-    ("h2o@0.5", forget_columns, "no more tokens than columns"),
-    ("h2o@0.5", rank_later, "no row was ranked with tokens"),
+    ("h2o@0.5", put("tensors.columns", ..., 1), "no more tokens than columns"),
+    ("h2o@0.5", put("contents.schedule.ranked_len", 0, 999), "no row was ranked with tokens"),
     ("h2o@0.5", leave_nan_in_an_empty_slot, "keys of empty slots are finite"),
     (CODES, leave_nan_in_a_buffer, "keys of empty slots are finite"),
     (CODES, count_steps, "no step is counted that has no slot"),
-    (CODES, fill_a_buffer, "a full buffer was demoted"),
+    (CODES, put("tensors.limits.flush_threshold", ..., 1), "a full buffer was demoted"),
     (CODES, use_a_slot_of_a_longer_row, "no more slots of stage 0"),
-    ("h2o+merge@0.5", lower_counts, "at least one token"),
-    ("h2o+merge@0.5", raise_counts, "tokens that the row has seen"),
+    ("h2o+merge@0.5", put("tensors.counts", (0, 0, 0), -1.0), "at least one token"),
+    ("h2o+merge@0.5", put("tensors.counts", (0, 0, 0), 9.0), "tokens that the row has seen"),
 ]
 
 
@@ -175,14 +141,14 @@ def test_slots(policy: str, damage: Damage, rule: str) -> None:
     [
         ("plain", repeat_a_position, "holds a position once"),
         ("plain", lose_the_newest, "its row's newest token"),
-        ("plain", lower_the_budget, "at most the budget of their layer"),
-        ("plain", disown_a_page, "a page without an owner holds nothing"),
-        ("plain", own_what_is_no_head, "the owner of a page is a head, or none"),
+        ("plain", put("tensors.budget", ..., 3), "at most the budget of their layer"),
+        ("plain", put("tensors.pages.owner", (0, 0), HEADS), "a page without an owner holds nothing"),
+        ("plain", put("tensors.pages.owner", (0, 0), HEADS + 1), "the owner of a page is a head, or none"),
         ("plain", give_all_pages_to_one_head, "holds a position once"),
         ("plain", complete_too_early, "`complete` equals a recount"),
         (CODED, write_behind_a_buffer, "nothing stands behind the end of a buffer"),
-        (CODED, swap_buffers, "the pages of a buffer belong to its head"),
-        (CODED, fill_a_buffer, "a full buffer was demoted"),
+        (CODED, put("tensors.pages.owner", (slice(None), -1), 0), "the pages of a buffer belong to its head"),
+        (CODED, put("tensors.limits.flush_threshold", ..., 1), "a full buffer was demoted"),
     ],
 )
 def test_pages(codec: str, damage: Damage, rule: str) -> None:

@@ -1,9 +1,10 @@
-"""Layers that store a part of what they hold together: what both read, and everything that moves their tokens."""
+"""Layers whose codecs differ: some store a part of what they hold together, others have ranks of their own."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.calibration import calibrate_lowrank
+from kvpolicy.codecs._files import load, save
 from kvpolicy.codecs.minicache import MiniCache, MiniCacheLayer
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.codecs.shared_directions import angle_between, interpolate, unit_vectors
+from kvpolicy.codecs.shared_directions import interpolate, unit_vectors
 from kvpolicy.distortion import group_distortion
 from kvpolicy.engine.layer_group import Block, LayerGroup
 from kvpolicy.engine.state import tensors
@@ -24,8 +27,11 @@ from kvpolicy.protocols import ModelInfo, Selector, StageStore, View
 from kvpolicy.testing import check_cache
 from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.access import attending
-from tests.conformance.models import build
-from tests.conformance.play import forward, make_batch, talk
+from tests.conformance.models import VOCABULARY, build
+from tests.conformance.play import forward, make_batch, play, talk
+from tests.conformance.policies import spec_of
+from tests.conformance.replay import replay
+from tests.engine.filled import prompted
 
 SIZES = "keep=0.2:residual_length=3:block_size=4"
 EVICTING = f"streaming:sinks=2+minicache:start=1:{SIZES}@0.5"
@@ -122,23 +128,6 @@ def test_both_layers_read_a_direction_between_theirs_with_their_own_norms(policy
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
 
 
-def test_all_tokens_of_a_prompt_of_the_largest_angle_are_whole() -> None:
-    """The tokens that a prompt encodes at once: `ceil(keep * N)` of them, and no other has a larger angle."""
-    cache, seen = run(POLICIES[0], [40])
-    first, second = stores_of(cache, 1, 2)
-    positions = first.tensors.positions[..., first.layout.exact :]
-    shared = first.tensors.codes[0].shared
-    for side, table in ((0, shared.whole_key_slots), (1, shared.whole_value_slots)):
-        for head in range(positions.shape[1]):
-            slots = (positions[0, head] >= 0).nonzero().flatten()
-            given = [seen.of(layer)[side][0, head, positions[0, head, slots].long()].half() for layer in (1, 2)]
-            angles = angle_between(*(unit_vectors(x)[0] for x in given))
-            whole = [slot for slot in table[0, head].tolist() if slot >= 0]
-            assert len(whole) == -(-len(slots) // 5)  # keep=0.2
-            assert set(whole) == set(slots[angles.topk(len(whole)).indices].tolist())
-    assert second.tensors.codes[0].shared == ()
-
-
 def test_nothing_is_stored_twice() -> None:
     cache, _ = run(EVICTING)
     first, second = stores_of(cache, 1, 2)
@@ -218,8 +207,7 @@ def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
 
     ids, mask = make_batch([40], [40])
     with kvpolicy.attach(model, EVICTING), attending(around):
-        cache = PolicyCache(model, new=4)
-        forward(model, ids, mask, 0, 40, cache)
+        cache = prompted(model, ids, mask, 40, new=4)
     kept = 20 - 3  # half of the prompt, less the residual
     shape = stores_of(cache, 1)[0].shape
     assert dict(waiting) == {0: 0, 1: 0, 2: kept * shape.token_nbytes, 3: 0}
@@ -263,13 +251,6 @@ def test_a_block_is_encoded_once_every_layer_has_given_it() -> None:
     assert not group.waits and group.waiting_nbytes(0) == 0
 
 
-def test_a_group_whose_layers_have_not_joined_waits() -> None:
-    group = LayerGroup(2)
-    group.join(0, fake_layers(1)[0].layers[0])
-    group.write(0, block(0))
-    assert group.waits
-
-
 def test_a_view_that_waits_is_copied_so_that_the_prompt_may_be_freed() -> None:
     group, _ = fake_layers(2)
     whole = torch.ones(1, 1, 100, 3)
@@ -284,11 +265,6 @@ def test_layers_on_several_devices_are_refused() -> None:
     with pytest.raises(KVPolicyError, match=r"on one device, got \['cpu', 'meta'\] for the layers \[4, 5\]; try"):
         group.write(1, block(1))
     assert not calls
-
-
-def test_what_the_first_layer_shares_is_read() -> None:
-    group, _ = fake_layers(2)
-    assert group.shared(0) == 0
 
 
 # the policy of a model
@@ -321,12 +297,6 @@ def test_a_grouped_policy_is_attached_to_another_model() -> None:
     assert policy.layer_groups == ((1, 2), (3, 4), (5, 6))
     with kvpolicy.attach(model_of(), policy) as handle:
         assert handle.policy.layer_groups == ((1, 2),)
-
-
-def test_a_grouped_policy_with_another_budget() -> None:
-    other = for_model(Policy.parse(EVICTING), ModelInfo(4, 2, 8)).with_budget(30)
-    assert isinstance(other, ModelPolicy) and other.layer_groups == ((1, 2),)
-    assert other.budget == other.at(0).budget == other.at(1).budget == 30
 
 
 @pytest.mark.parametrize(
@@ -384,3 +354,115 @@ def test_a_selector_of_ones_own_may_say_that_it_looks_at_positions_alone() -> No
         check_cache(cache)
     with pytest.raises(KVPolicyError, match="must keep the same tokens"):
         Policy(selector=Even(positions_only=False), codec=MiniCache(), budget=0.5)
+
+
+BLOCKS = "residual_length=3:block_size=4"
+
+LAYERS = 3
+HEADS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A calibration of the model of these tests."""
+    out = tmp_path_factory.mktemp("lowrank")
+    texts = [torch.randint(3, VOCABULARY, (80,), generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    calibrate_lowrank(build("llama"), texts, out, head_groups=[2], fisher=True)
+    # Random weights use all directions alike. The energies of trained ones fall, in some layers faster than in others.
+    file = load(str(out), "lowrank")
+    falling = {
+        name: t * (0.9 - 0.2 * int(name[-1])) ** torch.arange(t.shape[-1])
+        for name, t in file.tensors.items()
+        if ".energy." in name
+    }
+    save(out, "lowrank", file.meta, file.tensors | falling)
+    return str(out)
+
+
+SPECS = {
+    "energy": f"snapkv+lowrank:rank=4:ranks=energy:{BLOCKS}:calibration=FOLDER@0.5",
+    "threshold": f"lowrank:rank=3:value_rank=5:ranks=threshold:key_space=unrotated:{BLOCKS}:calibration=FOLDER",
+    "fisher": f"h2o+lowrank:rank=4:ranks=fisher:calibration=FOLDER/tokenwise:bits=8:{BLOCKS}@0.6",
+    "scores": "streaming+lowrank:rank=4:ranks=energy:basis=scores:calibration=FOLDER/kivi:bits=8:group_size=4@0.6",
+    "joint": f"window+lowrank:rank=3:head_group=2:{BLOCKS}:calibration=FOLDER@0.5",
+    "joint-unrotated": f"lowrank:rank=4:head_group=2:key_space=unrotated:{BLOCKS}:calibration=FOLDER",
+    "joint-tova": f"tova+lowrank:rank=4:head_group=2:calibration=FOLDER/tokenwise:bits=8:{BLOCKS}@0.6",
+    "joint-energy": f"streaming:decode=grow+lowrank:rank=4:ranks=energy:head_group=2:{BLOCKS}:calibration=FOLDER@0.5",
+}
+
+
+def spec(name: str, folder: str) -> str:
+    return SPECS[name].replace("FOLDER", folder.replace("/", "%2F"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_cache_holds_what_was_planned(name: str, folder: str) -> None:
+    """After a prompt of two rows, one of them padded, steps, a continuation and steps."""
+    policy = Policy.parse(spec(name, folder))
+    _, cache, _ = play(build("llama"), policy, [26, 11])
+    check_cache(cache)
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+    assert [layer.moved for layer in cache.policy_layers] == [layer.moved for layer in cache.plan.layers]
+    assert cache.policy == policy and str(cache.policy) == str(policy)
+    if "energy" in name or name in ("threshold", "fisher", "scores"):
+        assert isinstance(cache.policy, ModelPolicy)
+        ranks = [(codec.rank, codec.value_rank) for codec in (cache.policy.at(n).codec for n in range(LAYERS))]  # pyright: ignore
+        assert len({*ranks}) > 1
+        assert sum(map(sum, ranks)) == LAYERS * 8
+
+
+@pytest.mark.parametrize("name", ["same", "energy"])
+def test_every_layer_is_that_of_the_slow_version(name: str, tmp_path: Path) -> None:
+    bases = spec_of("lowrank").rpartition("calibration=")[2]
+    sizes = f"residual_length=2:block_size=3:calibration={bases}"
+    policy = Policy.parse(f"h2o+lowrank:rank=3:value_rank=4:ranks={name}:{sizes}@0.6")
+    tape, cache, _ = play(build("llama"), policy, [26, 11])
+    ranks: set[tuple[int, int]] = set()
+    for layer, turns in tape.items():
+        own: Any = cache.policy.at(layer)
+        ranks.add((own.codec.rank, own.codec.value_rank))
+        assert replay(own, {layer: turns}).turns > 0
+    assert (len(ranks) > 1) == (name == "energy")
+
+
+@pytest.mark.parametrize("name", ["joint", "joint-unrotated", "joint-tova", "joint-energy"])
+def test_heads_read_the_projection_of_all_of_them(name: str, folder: str) -> None:
+    """What every head reads of a slot is its part of the projected long vector of what attention was given."""
+    policy = Policy.parse(spec(name, folder))
+    model = build("llama")
+    seen = Seen()
+    ids, mask = make_batch([26], TURNS)
+    with kvpolicy.attach(model, policy), attending(seen.around):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        talk(model, ids, mask, TURNS, cache)
+    for layer in range(LAYERS):
+        store: Any = cache.policy_layers[layer].store
+        exact = store.layout.exact
+        positions = store.tensors.positions[0, :, exact:]
+        assert (positions == positions[:1]).all() and bool((positions >= 0).any())
+        slots = (positions[0] >= 0).nonzero().flatten()
+        codec: Any = cache.policy.at(layer).codec
+        projections = store.contents.calibrations[0]
+        keys, values = (x[:, :, positions[0, slots].long()] for x in seen.of(layer))
+        if codec.key_space == "unrotated":
+            keys = store.slots.codes.in_key_space(keys, positions[None, :, slots])
+        stage = store.slots.codes.stage_store(0)
+        every = slice(0, positions.shape[1])
+        read = codec.keys(stage, every), codec.values(stage, every)
+        for found, given, one in zip(read, (keys, values), (projections.keys, projections.values), strict=True):
+            long = (given - one.mean)[0].transpose(0, 1).flatten(1).double()
+            encode = one.encode[0].flatten(0, 1).double()
+            want = (long @ encode @ one.decode[0].transpose(0, 1).flatten(1).double()).unflatten(1, (HEADS, -1))
+            want = want.transpose(0, 1) + one.mean[0]
+            rounding = (2e-2 if codec.base.stages else 3e-3) * float(want.abs().max())
+            torch.testing.assert_close(found[0, :, slots].double(), want, rtol=0, atol=rounding)
+
+
+def test_a_budget_in_bytes_counts_every_layer(folder: str) -> None:
+    model = build("llama")
+    full = kvpolicy.plan(model.config, "full", batch=1, prompt=200, new=0, dtype=torch.float32).nbytes
+    policy = f"{spec('energy', folder).partition('@')[0]}@{full // 3}B"
+    planned = kvpolicy.plan(model.config, policy, batch=1, prompt=200, new=0, dtype=torch.float32)
+    one_token = planned.nbytes // planned.layers[0].tokens
+    assert full // 3 - one_token < planned.nbytes <= full // 3
+    assert len({sum(layer.nbytes.values()) for layer in planned.layers[1:]}) > 1

@@ -284,26 +284,6 @@ def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
         torch.testing.assert_close(store.tensors.limits.statistics[0], want)
 
 
-def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
-    """Every tensor of a row whose buffer is not full, while that of the other row is."""
-    codec = Exact(block=3, residual=0, demote_by="priority", recode_all=True)
-    store = prompted(LayerStore(LayerSpec(0, H2O(), codec, "evict")), *draw(12, 0), keep=9)
-    recoded = [0, 0]
-    for seed in range(1, 14):
-        q, k, v = draw(1, seed)
-        store.append(q, k, v, torch.tensor([[seed % 3 > 0], [seed % 2 > 0]]), SCALE)
-        assert store.tensors.limits is not None
-        due = (slots_of(store).codes.buffered() >= store.tensors.limits.flush_threshold).any(-1)
-        before = {name: [t.clone() for t in tensors(part)] for name, part in store.tensors.parts().items()}
-        store.count_step()
-        for row in (~due).nonzero()[:, 0].tolist():
-            for name, part in store.tensors.parts().items():
-                for old, new in zip(before[name], tensors(part), strict=True):
-                    assert not new.dim() or not len(new) or torch.equal(new[row], old[row]), name
-        recoded = [count + now for count, now in zip(recoded, (due & ~due.all()).tolist(), strict=True)]
-    assert min(recoded) > 0, "each row was recoded while the other one was not"
-
-
 def test_recoding_leaves_heads_that_are_not_due_as_they_are() -> None:
     codec = Exact(block=3, residual=0, demote_by="priority", recode_all=True)
     store = prompted(LayerStore(LayerSpec(0, H2O(), codec, "evict")), *draw(12, 0), keep=9)

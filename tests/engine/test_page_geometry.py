@@ -13,9 +13,13 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
+from kvpolicy.engine.geometry import step_bytes
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.pages import row_pages
 from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.text.budget import fewest_tokens, page_size
 from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
+from tests.reference import head_allocators
 from tests.sampling import product, star
 
 ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=1.0), AdaKV(safeguard=0.7), Even()]
@@ -34,8 +38,7 @@ def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> Non
     for number in range(20):
         run.step(valid=[True, number % 3 != 1])
     run.prompt([9, 0])  # a chunk or a turn in which the second row has nothing
-    for _ in range(5):
-        run.step()
+    run.steps(5)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,7 @@ def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp
     for number in range(10):
         run.step(valid=[True, number % 3 != 1])
     run.prompt([9, 0])
-    for _ in range(3):
-        run.step()
+    run.steps(3)
 
 
 def test_heads_differ_in_the_memory_of_the_pages() -> None:
@@ -72,8 +74,7 @@ def test_a_row_that_fits_keeps_every_token(budget: int, last: int) -> None:
     run.prompt([40])
     if last == 47:
         run.rows[0].room = [200] * HEADS
-    for _ in range(60):
-        run.step()
+    run.steps(60)
     if last == 47:
         assert run.store.geometry.tokens_by_head().tolist() == [[100] * HEADS]
 
@@ -96,8 +97,7 @@ def test_a_growing_cache(selector: str, heads: Any, codec: str, extra: int) -> N
         run.step(valid=[True, number % 4 != 0])
     run.prompt([9, 0], extra=extra)
     run.prompt([1, 20], extra=extra)
-    for _ in range(12):
-        run.step()
+    run.steps(12)
 
 
 def test_a_growing_cache_whose_heads_have_different_room() -> None:
@@ -105,8 +105,7 @@ def test_a_growing_cache_whose_heads_have_different_room() -> None:
     run = Run("h2o", AdaKV(safeguard=0.0), [29], grows=True)
     run.prompt([30], extra=4)
     assert run.store.geometry.tokens_by_head().tolist() == [[30, 28, 24]], "of 36, 32 and 28 slots"
-    for _ in range(10):
-        run.step()
+    run.steps(10)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +120,7 @@ def test_a_growing_cache_whose_heads_have_different_room() -> None:
 def test_a_prompt_and_steps(budgets: list[int], lengths: list[int], steps: int, transform: dict[str, Any]) -> None:
     run = Run("h2o", AdaKV(), budgets, **transform)
     run.prompt(lengths)
-    for _ in range(steps):
-        run.step()
+    run.steps(steps)
 
 
 def test_equal_scores_are_broken_by_position_and_head() -> None:
@@ -163,3 +161,44 @@ def test_one_graph_for_heads_of_any_size(codec: str) -> None:
             run.check()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if codec == "plain" else 2)
     assert len(shares) == 3, "heads differ from prompt to prompt"
+
+
+def test_a_step_reads_all_pages() -> None:
+    run = Run("h2o", AdaKV(), [40])
+    run.prompt([60])
+    expected = step_bytes(run.store.geometry).moved
+    run.step()
+    kinds = run.store.nbytes_by_kind()
+    assert run.store.contents.link.moved == expected == kinds["exact"] + kinds["positions"]
+
+
+def test_sizes_are_the_largest_of_which_a_head_has_eight() -> None:
+    for tokens in [*range(1, 70), 100, 127, 128, 255, 256, 511, 512, 10**6]:
+        assert page_size(tokens) == head_allocators.page_size(tokens), tokens
+
+
+def test_the_fewest_tokens_leave_an_average_head_enough() -> None:
+    for tokens in [*range(1, 70), 100, 513]:
+        fewest = fewest_tokens(tokens)
+        enough = [n for n in range(4, fewest + 1) if n // page_size(n) * page_size(n) >= tokens]
+        assert enough == [fewest], tokens
+
+
+@pytest.mark.parametrize("keep", [4, 31, 32, 100, 1000])
+def test_pages_of_a_row(keep: int) -> None:
+    for last in (3, 99, 100, 101, 5000):
+        rows = row_pages(torch.tensor([keep]), torch.tensor([5]), torch.tensor([last]), HEADS)
+        expected = head_allocators.room(keep, last, HEADS)
+        assert (int(rows.size), int(rows.body)) == (expected.size, expected.pages), last
+        assert int(rows.tail) * expected.size >= 5 > (int(rows.tail) - 1) * expected.size, last
+        if keep >= last:
+            assert int(rows.body) * expected.size >= HEADS * last, "nothing is lost to rounding"
+        else:
+            assert int(rows.body) * expected.size <= HEADS * keep, "the budget is not exceeded"
+
+
+def test_a_batch_has_the_pages_of_its_largest_row_in_the_smallest_size() -> None:
+    for keep in ([512, 33], [33, 512]):
+        rows = row_pages(torch.tensor(keep), torch.tensor([0, 0]), torch.tensor([999, 999]), HEADS)
+        assert rows.size.tolist() == [64 if tokens == 512 else 4 for tokens in keep]
+        assert rows.allocated(HEADS) == (512 * HEADS // 4, 4)

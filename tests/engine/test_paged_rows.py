@@ -7,17 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+import kvpolicy
+from kvpolicy import Policy
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HEAD_FILES, HeadFile
-from kvpolicy.engine.pages import owned_by
-from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.codecs import common
+from kvpolicy.engine import page_codes
+from kvpolicy.engine.coded_pages import CodedPageBody
+from kvpolicy.engine.page_attention import BufferedPages, ExactPages, attend_pages
+from kvpolicy.engine.pages import Owners, owned_by
+from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.protocols import ALONE, HeadRequest, ModelInfo
 from kvpolicy.statistics.windows import ScoreTransform
+from tests.codecs.compiling import call_directly
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, SCALE, Run
 from tests.engine.parts import pages_of
+from tests.sampling import each_once, product
 
 CODECS = ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"]
 """The second has parameters of each head."""
@@ -30,25 +42,12 @@ def test_rows_that_evict(index: list[int], codec: str) -> None:
     """In steps, in a prompt in which a row has nothing, and in steps after it."""
     run = Run("h2o", AdaKV(safeguard=0.0), BUDGETS, codec=codec)
     run.prompt([80, 33])
-    for _ in range(3):
-        run.step()
+    run.steps(3)
     run.select(index)
     for number in range(6):
         run.step(valid=[number % 3 != 1, *[True] * (len(index) - 1)])
     run.prompt([*[7] * (len(index) - 1), 0])  # nothing for the row of larger pages
-    for _ in range(5):
-        run.step()
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_that_grow(codec: str) -> None:
-    run = Run("h2o", Even(), BUDGETS, grows=True, codec=codec)
-    run.prompt([80, 30], extra=5)
-    for number in range(8):
-        run.step(valid=[number % 2 == 0, True])
-    run.select([1, 0])
-    for number in range(20):
-        run.step(valid=[True, number % 4 != 0])
+    run.steps(5)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -74,11 +73,9 @@ def test_rows_of_which_one_was_announced_too_few_tokens(codec: str) -> None:
     run = Run("h2o", AdaKV(), [60, 8], last=22, codec=codec)
     run.prompt([20, 20])
     run.rows[0].room = [60] * HEADS
-    for _ in range(4):
-        run.step()
+    run.steps(4)
     run.select([1, 0])
-    for _ in range(40):
-        run.step()
+    run.steps(40)
     assert run.store.geometry.tokens_by_head().tolist() == [[8] * HEADS, [60] * HEADS]
 
 
@@ -91,8 +88,7 @@ def test_a_row_without_a_token_keeps_its_budget_and_its_pages(idle: int, codec: 
     run.budgets[idle] = 40
     run.prompt([7 * (row != idle) for row in range(2)])
     assert int(run.store.tensors.budget[idle]) == BUDGETS[idle]
-    for _ in range(5):
-        run.step()
+    run.steps(5)
 
 
 def test_only_rows_without_a_free_slot_are_given_pages() -> None:
@@ -115,8 +111,7 @@ def test_pages_that_cannot_be_divided_go_to_the_first_heads_also_where_they_are_
     run = Run("h2o", Even(), [10], last=6)
     run.prompt([5])
     run.rows[0].room = [12, 8, 8]
-    for _ in range(20):
-        run.step()
+    run.steps(20)
     assert run.store.geometry.tokens_by_head().tolist() == [[12, 8, 8]]
 
 
@@ -183,6 +178,205 @@ def test_the_parameters_of_a_head_are_fitted_to_its_own_first_codes(tmp_path: Pa
         return (owned_by(pages.owner, HEADS)[0] & (body[0] >= 0).any(-1)).any(-1).tolist()
 
     assert sorted(coded()) == [False, False, True] or sorted(coded()) == [False, True, True]
-    for _ in range(14):
-        run.step()
+    run.steps(14)
     assert all(coded())
+
+
+GROWING = ["blend", "elastic", "kvmerger", "merge", "keepkv", "zsmerge", "d2o", "regress", "compensate"]
+
+SNAPKV = "snapkv:window=6:kernel=3"
+
+
+@pytest.mark.parametrize(
+    ("merger", "selector", "codec"),
+    [
+        ("compensate", "h2o", CODECS[0]),
+        ("compensate", "window", CODECS[1]),
+        ("compensate", SNAPKV, CODECS[1]),
+        *((merger, "h2o", CODECS[1]) for merger in ("merge", "keepkv", "zsmerge", "d2o")),
+    ],
+)
+def test_prompts_and_steps(merger: str, selector: str, codec: str) -> None:
+    """A prompt, steps that evict, a later prompt that divides the pages again, and steps behind it.
+
+    Mergers that compare keys merge into buffers, which a codec has for each head.
+    """
+    run = Run(selector, AdaKV(safeguard=0.0), [70, 12], codec=codec, merger=merger)
+    run.prompt([120, 33])
+    run.steps(9)
+    run.prompt([7, 40])
+    for number in range(9):
+        run.step(valid=[True, number % 3 != 1])
+    if merger == "compensate":
+        assert run.store.tensors.log_counts is not None and float(run.store.tensors.log_counts.max()) > 2
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_retrieval_heads_keep_all_and_streaming_heads_one_slot_for_the_rest(codec: str, tmp_path: Path) -> None:
+    """RazorAttention: one head of three retrieves."""
+    path = str(tmp_path / "heads.json")
+    HEAD_FILES.save(path, HeadFile(((0.1, 0.9, 0.2),), sinks=2, recent=10))
+    run = Run(
+        "window", DuoAttention(file=path, sparsity=0.67, sinks=2, recent=10), [36], codec=codec, merger="compensate"
+    )
+    run.prompt([60])
+    counts = run.rows[0].heads
+    assert [max(token.count for token in head.tokens) for head in counts] == [60 - 12 + 1, 1, 60 - 12 + 1]
+    run.steps(25)
+    assert [sum(token.count for token in head.tokens) for head in counts] == [85, 85, 85], "no token is lost"
+
+
+def test_softcaps_and_sinks() -> None:
+    sinks = torch.linspace(-1, 2, HEADS * 2)
+    run = Run("h2o", AdaKV(), [40], merger="compensate", softcap=2.0, sinks=sinks)
+    run.prompt([90])
+    run.steps(5)
+
+
+@product("merger,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
+def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> None:
+    run = Run(SNAPKV, AdaKV(), [40, 24], grows=True, codec=codec, merger=merger)
+    run.prompt([80, 33], extra=5)
+    run.steps(8)
+    run.prompt([0, 20], extra=5)
+    run.step()
+
+
+@pytest.mark.parametrize("merger", ["blend", "elastic", "kvmerger", "regress"])
+def test_mergers_of_prompts_where_steps_evict(merger: str) -> None:
+    run = Run(SNAPKV, AdaKV(), [40, 24], merger=merger)
+    run.prompt([80, 33])
+    run.steps(8)
+    run.prompt([9, 30])
+    run.step()
+
+
+TOKENWISE = "tokenwise:group_size=2:residual_length=3:block_size=4"
+ENCODING = [
+    TOKENWISE,
+    "tokenwise:normalize=false:residual_length=0:block_size=1",
+    "bfp:block_channels=3:residual_length=2:block_size=5",
+    "turboquant:residual_length=3:block_size=2",
+]
+
+BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}
+
+
+@pytest.mark.parametrize(
+    ("codec", "transform", "direct"),
+    [
+        *((codec, {}, False) for codec in ENCODING),
+        ("tokenwise:group_size=4:residual_length=3:block_size=4", {}, True),
+        *((codec, BOTH, True) for codec in ENCODING),
+    ],
+)
+def test_prompts_and_steps_are_those_of_a_list(
+    codec: str, transform: dict[str, Any], direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pages that are decoded, and read without: but for blocks of 3 of 8 channels, which are unequal."""
+    called = call_directly(monkeypatch) if direct else []
+    run = Run("h2o", AdaKV(safeguard=0.0), [24, 12], codec=codec, dim=8, **transform)
+    run.prompt([40, 23])
+    for number in range(9):
+        run.step(valid=[True, number % 3 != 1])
+    reads = [name for name in called if name != "quantize"]
+    assert len(reads) == (18 if direct and not codec.startswith("bfp") else 0)
+    run.prompt([7, 0])  # a chunk or a turn in which the second row has nothing
+    run.steps(5)
+
+
+def test_pages_that_change_hands_keep_the_parameters_of_their_head() -> None:
+    """Heads swap which attends to many tokens, so that pages of one head become the other's."""
+    run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=TOKENWISE)
+    for turn in range(3):
+        q, k, v = run.draw(30)
+        # Channels of very different means by head: the parameters of another head would be far off.
+        k = k + torch.arange(HEADS)[:, None, None] * torch.linspace(-50, 50, k.shape[-1])
+        q = q * torch.tensor([0.0, 0.02, 1.0]).roll(turn).repeat_interleave(2)[:, None, None]
+        run.prompt([30], (q, k, v))
+        run.step()
+    assert len({*run.store.geometry.tokens_by_head()[0].tolist()}) > 1
+
+
+def test_an_automatic_buffer_grows_with_its_row() -> None:
+    run = Run("h2o", AdaKV(), [20], grows=True, codec="tokenwise:group_size=2")
+    store = run.store
+    q, k, v = run.draw(30)
+    store.initialize(k, group=2)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(SCALE))
+    keep, extra, last = (torch.tensor([count]) for count in (20, 5, 30))
+    store.compress(pending, RowBudget(keep, extra, keep + extra, last))
+    small = store.layout.exact
+    store.reserve(130)
+    assert store.tensors.limits is not None
+    assert store.layout.exact == int(store.tensors.limits.flush_threshold) > small, "as many as wait for a demotion"
+    held = store.geometry.tokens_by_head()
+    for count in range(1, 8):
+        store.append(*run.draw(1), None, ScoreTransform(SCALE))
+        store.count_step()
+        assert torch.equal(store.geometry.tokens_by_head(), held + count)
+
+
+def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
+    run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
+    run.prompt([60])
+    body = pages_of(run.store)._body
+    assert isinstance(body, CodedPageBody)
+    pages = run.store.tensors.paged().owner.shape[1]
+    assert body.owner.shape[1] < pages, "the buffers stand behind the pages of codes"
+    monkeypatch.setattr(common, "MAX_CHUNKS", pages)
+    run.steps(3)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "uniform/adakv+h2o+tokenwise@0.3",
+        "squeeze/adakv+snapkv:window=4:kernel=3+bfp:residual_length=3@0.5",
+        "uniform/adakv+h2o:decode=grow+turboquant@0.4",
+        "uniform/even+h2o+tokenwise:bits=fp8:block_size=6@12000B",
+        "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",
+    ],
+)
+def test_the_plan_is_what_is_held(spec: str) -> None:
+    model = build("llama")
+    tokens, mask = make_batch([40, 27], [43])
+    with kvpolicy.attach(model, spec):
+        cache = kvpolicy.PolicyCache(model)
+        talk(model, tokens, mask, [40, 1, 1, 1], cache)
+        assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+        assert cache.nbytes <= 12000 or "B" not in spec.partition("@")[2]
+        for layer, shown in zip(cache.policy_layers, cache.report().layers, strict=True):
+            assert [list(row) for row in shown.heads] == layer.store.geometry.tokens_by_head().tolist()
+    for layer in cache.policy_layers:
+        assert layer.owner is not None and layer.owner.shape == layer.positions.shape[:2]
+        held = [set(layer.positions[0][layer.owner[0] == head].flatten().tolist()) - {-1} for head in range(2)]
+        assert [len(head) for head in held] == layer.store.geometry.tokens_by_head()[0].tolist()
+
+
+@pytest.mark.parametrize("codec", ["kivi", "gear", "rotate", "kvquant", "mikv", "zipcache", "staircase", "minicache"])
+def test_codecs_that_share_more_than_a_head_are_refused(codec: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must encode every token by itself .* try tokenwise or bfp"):
+        Policy.parse(f"uniform/adakv+snapkv+{codec}@0.5")
+
+
+@pytest.mark.parametrize("policy", ["uniform/adakv+expected@0.5", "uniform/even+keydiff:decode=grow@0.5"])
+def test_selectors_that_look_at_keys_in_steps_are_refused(policy: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not look at keys, or all slots .* try snapkv, h2o or exp"):
+        Policy.parse(policy)
+
+
+@pytest.mark.parametrize("above", [-200.0, 0.0, 200.0])
+def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None:
+    """Exponentials of their difference would be infinite."""
+    keys = torch.ones(1, 1, 4, 1)
+    values = torch.zeros(1, 1, 4, 1)
+    buffer = torch.full((1, 1, 4, 1), 1 + above), torch.ones(1, 1, 4, 1)
+    occupied = torch.ones(1, 2, 4, dtype=torch.bool)
+    owner = torch.zeros(1, 2, dtype=torch.int64)
+    pages = BufferedPages(ExactPages(keys, values), *buffer, 4)
+    found = attend_pages(torch.ones(1, 1, 1, 1), pages, ~occupied, Owners.of(owner, 1, ALONE.once), ScoreTransform(1.0))
+    want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
+    assert found.out.flatten().tolist() == [want]
+    assert found.weights.sum(-1).flatten().tolist() == [1 - want, want]

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvpolicy import CountedMerge, DoubleSparsity, MiKV, Plain, SlidingWindow
+from kvpolicy.engine.attention import attend
+from kvpolicy.engine.columns import ExactColumns, attend_columns
+from kvpolicy.engine.in_place_attention import attend_in_place
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
+from kvpolicy.protocols import Estimated
 from kvpolicy.selectors.a2sf import DecayedSum
 from kvpolicy.selectors.blocks import BlockAttention
 from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import AttentionSum, Forward, ModuleCall, Moments, NewestQueries, RecentQueries, Statistic
-from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.statistics.channel_sums import largest_queries
+from kvpolicy.statistics.windows import Past, ScoreTransform
 from tests.engine.parts import generator
 
 HEADS = 2
@@ -187,14 +194,128 @@ def test_without_sums_attention_is_fused(padding: str, elements: int, monkeypatc
     compare(tiled, pending)
 
 
-def test_tensors_are_allocated_once() -> None:
-    prompt = Prompt(1, 12, 0, "none")
-    layer = store(True)
-    layer.initialize(prompt.k, group=GROUP)
-    tiles = layer.begin_tiles(prompt.q[:, :, :5], prompt.k[:, :, :5], 12, None)
-    transform = ScoreTransform(0.4)
-    tiles.attend(prompt.q[:, :, :5], prompt.k[:, :, :5], prompt.v[:, :, :5], transform)
-    before = tiles.prompt(transform).keys.data_ptr()
-    tiles.attend(prompt.q[:, :, 5:], prompt.k[:, :, 5:], prompt.v[:, :, 5:], transform)
-    assert tiles.prompt(transform).keys.data_ptr() == before
-    assert torch.equal(tiles.prompt(transform).keys, prompt.k)
+QUERIES_PER_HEAD = 3
+
+PADDINGS = {
+    "left": ["001111", "111111", "000001"],
+    "right": ["111100", "111111", "100000"],
+    "both": ["011110", "011110", "001100"],
+    "between": ["101101", "110011", "011111"],
+    "every other row": ["001111", "000000", "001111"],
+    "empty row": ["000000", "001111", "000000"],
+    "nothing": ["000000", "000000", "000000"],
+    "everything": ["111111", "111111", "111111"],
+    "one token": ["0", "1", "1"],
+}
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor]:
+    """The output and the summed weights, query by query."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    total = torch.zeros(*q.shape[:3], dtype=torch.float64)
+    for row in range(len(q)):
+        for head in range(q.shape[1]):
+            for at in range(q.shape[2]):
+                seen = [column for column in range(at + 1) if valid[row, column]]
+                if not valid[row, at]:
+                    continue
+                scores = [float(q[row, head, at].double() @ k[row, head // QUERIES_PER_HEAD, j].double()) for j in seen]
+                scores = [score * transform.scale for score in scores]
+                if transform.softcap is not None:
+                    scores = [transform.softcap * math.tanh(score / transform.softcap) for score in scores]
+                sink = [] if transform.sinks is None else [float(transform.sinks[head])]
+                weights = torch.tensor([*scores, *sink], dtype=torch.float64).softmax(0)
+                for weight, column in zip(weights, seen, strict=False):
+                    out[row, head, at] += weight * v[row, head // QUERIES_PER_HEAD, column].double()
+                    total[row, head, column] += weight
+    return out, total
+
+
+def _tensors(size: int, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(size)
+    q = torch.randn(rows, size, HEADS * QUERIES_PER_HEAD, DIM).transpose(1, 2)
+    k, v = (torch.randn(rows, size, HEADS, DIM).transpose(1, 2) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", PADDINGS)
+def test_prompts_with_padding(name: str) -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS[name]])
+    q, k, v = _tensors(valid.shape[1])
+    transform = ScoreTransform(0.3)
+    expected, expected_total = _expected(q, k, v, valid, transform)
+    for sum_weights in (False, True):
+        out, total = attend(q, k, v, transform, None, valid, sum_weights)
+        torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+        if total is not None:
+            torch.testing.assert_close(total.double(), expected_total, atol=1e-6, rtol=1e-5)
+        assert (total is not None) == sum_weights
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_several_tiles_are_those_of_one(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding at any place, in the first tile and in later ones; slots before the prompt are seen by all of them."""
+    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)  # tiles of 16 queries
+    size = 37
+    q, k, v = _tensors(held + size)
+    valid = torch.rand(3, held + size, generator=torch.Generator().manual_seed(0)) < 0.7
+    valid[1, held + 16 :] = False
+    transform = ScoreTransform(0.3)
+    past = Past(k[:, :, :held], v[:, :, :held], valid[:, None, :held].expand(-1, HEADS, -1)) if held else None
+    own = slice(held, None)
+    out, total = attend(q[:, :, own], k[:, :, own], v[:, :, own], transform, past, valid[:, own], True)
+    # Queries of the slots have no part in the sums.
+    expected, sums = _expected(q, k, v, valid, transform)
+    _, before = _expected(q[:, :, :held], k[:, :, :held], v[:, :, :held], valid[:, :held], transform)
+    sums = sums - F.pad(before, (0, size))
+    torch.testing.assert_close(out.double(), expected[:, :, own], atol=1e-6, rtol=1e-5)
+    assert total is not None
+    torch.testing.assert_close(total.double(), sums, atol=1e-6, rtol=1e-5)
+
+
+def test_the_largest_queries_are_those_of_tokens() -> None:
+    q = torch.tensor([[[[1.0], [-5], [9]], [[2], [3], [-99]]], [[[4], [0], [0]], [[-6], [7], [8]]]])
+    assert largest_queries(q, 1, None).tolist() == [[[99]], [[8]]]
+    valid = torch.tensor([[True, True, False], [False, False, False]])
+    assert largest_queries(q, 1, valid).tolist() == [[[5]], [[0]]]
+    assert largest_queries(q, 2, valid).tolist() == [[[5], [3]], [[0], [0]]]
+
+
+@pytest.mark.parametrize("transform", [ScoreTransform(1.0, softcap=2.0), ScoreTransform(0.5, sinks=torch.arange(6.0))])
+def test_caps_and_sinks(transform: ScoreTransform) -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS["between"]])
+    q, k, v = _tensors(valid.shape[1])
+    out, _ = attend(q, k, v, transform, None, valid, False)
+    torch.testing.assert_close(out.double(), _expected(q, k, v, valid, transform)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("want_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_counts_of_thousands_are_not_rounded(dtype: torch.dtype, want_weights: bool) -> None:
+    """Of keys that are equal, the slot that stands for a few more tokens has so much more weight."""
+    counts = torch.tensor([[[3074.0, 2981.0, 5000.0]]]).log()
+    occupied = torch.tensor([[[True, True, False]]])
+    q = torch.zeros(1, 1, 1, 2, dtype=dtype)
+    k = torch.zeros(1, 1, 3, 2, dtype=dtype)
+    v = torch.tensor([[[[1.0, 0.0], [-1.0, 1.0], [9.0, 9.0]]]], dtype=dtype)
+    out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, ScoreTransform(1.0), want_weights, counts)
+    assert out[0, 0, 0].tolist() == pytest.approx([93 / 6055, 2981 / 6055], abs=2e-3)
+
+
+@pytest.mark.parametrize("estimated", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_head_without_a_token_has_no_output(in_place: bool, estimated: bool) -> None:
+    q = torch.randn(1, GROUP, 1, DIM)
+    k, v = torch.randn(2, 1, 1, 5, DIM)
+    occupied = torch.zeros(1, 1, 5, dtype=torch.bool)
+
+    def nothing(normalizer: Tensor) -> Estimated:
+        return Estimated(torch.full((1, 1, GROUP, 2), -torch.inf), torch.ones(1, 1, 2, DIM))
+
+    rest = nothing if estimated else None
+    transform = ScoreTransform(1.0)
+    if in_place:
+        out, _ = attend_in_place(q, k, v, torch.arange(5)[None, None], occupied, transform, rest=rest)
+    else:
+        out, _ = attend_columns(q, ExactColumns(k, v), (), ~occupied, transform, False, rest=rest)
+    assert torch.equal(out, torch.zeros_like(out))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvpolicy
 from kvpolicy import KIVI, DoubleSparsity, ExactTopK, Plain, Quest, ReadAll, TokenWise
 from kvpolicy.engine.reading import (
     Choice,
@@ -25,9 +26,13 @@ from kvpolicy.engine.reading import (
     read_shape,
     row_entries,
 )
-from kvpolicy.protocols import SINGLE_RANK, Layout
+from kvpolicy.engine.reading_in_order import choose_in_order, held_by, slots_of
+from kvpolicy.kernels import largest as module
+from kvpolicy.protocols import SINGLE_RANK, Layout, StepMemo
 from kvpolicy.statistics.channel_sums import absolute_sums
+from kvpolicy_eval.bench.models import llama, tokens
 from tests.engine.parts import generator
+from tests.sampling import product
 
 
 def by_score(score: Tensor, ranks: Any = SINGLE_RANK) -> Any:
@@ -172,3 +177,213 @@ def test_a_layer_that_follows_reads_the_newest_token_besides_what_was_chosen(lim
     choice = Choice(torch.tensor([[[4, 7, -1, 2]]], dtype=torch.int32), torch.zeros(1, 1, 4, dtype=torch.int32))
     found = follow(ReadShape(1, 3, ((0, 6),), 1), torch.tensor([limit]), choice, positions, torch.tensor([10]), False)
     assert positions[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist() == [9, 4, 2][:limit]
+
+
+SLOTS = 22
+LENGTHS = torch.tensor([SLOTS, 21, 9, 1, 0])
+"""Of rows: full ones, one with free slots, one with a token, and one without."""
+SHAPES = [ReadShape(page, chosen, ((0, SLOTS),)) for page, chosen in ((1, 5), (2, 3), (4, 3), (4, 5), (11, 1))]
+
+
+def positions(heads: int) -> torch.Tensor:
+    slot = torch.arange(SLOTS)
+    return torch.where(slot < LENGTHS[:, None, None], slot, -1).int().expand(-1, heads, -1)
+
+
+@product("shape,kind,recent,sinks", SHAPES, ["random", "equal", "broken"], [0, 1, 6], [0, 3])
+def test_the_same_is_chosen(shape: ReadShape, kind: str, recent: int, sinks: int) -> None:
+    generator = torch.Generator().manual_seed(shape.chosen)
+    score = torch.randn(len(LENGTHS), 2, 3, shape.entries, generator=generator)
+    if kind == "equal":
+        score.zero_()
+    elif kind == "broken":
+        score[:, :, :, ::2] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None]
+    needs = partial(need_of, score, ranks=SINGLE_RANK)
+    limit = torch.full((len(LENGTHS),), shape.chosen)
+    for in_slots_order in (False, True):
+        want = choose(shape, limit, needs, positions(2), LENGTHS, recent, in_slots_order, sinks=sinks)
+        memo = StepMemo({})
+        got = choose_in_order(shape, needs, LENGTHS, recent, memo, in_slots_order, sinks=sinks)
+        assert got.none_empty
+        hold = want.chosen & (positions(2).gather(-1, want.slots) >= 0)
+        assert torch.equal(got.chosen.sum(-1), hold.sum(-1))
+        for row in range(len(LENGTHS)):
+            for head in range(2):
+                assert torch.equal(got.slots[row, head][got.chosen[row, head]], want.slots[row, head][hold[row, head]])
+        assert bool((got.slots < SLOTS).all())
+        assert got.entries is not None
+        assert got.read is not None
+        assert want.read is not None
+        assert torch.equal(got.read.sum(-1), want.read.sum(-1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_slots_of_entries_are_the_same(shape: ReadShape) -> None:
+    entries = torch.arange(shape.entries).expand(len(LENGTHS), 2, -1)
+    slots, inside = entry_slots(shape, entries)
+    assert torch.equal(slots_of(shape, entries), slots.flatten(2))
+    held = inside & (by_entry(shape, positions(2)) >= 0)
+    assert torch.equal(held_by(shape, entries, LENGTHS), held)
+    some = slice(1, 3)  # as many rows as heads, so that a number of rows could be taken for one of heads
+    blocks = entries[some, :, :, None]
+    assert torch.equal(slots_of(shape, blocks), slots[some].flatten(2))
+    assert torch.equal(held_by(shape, blocks, LENGTHS[some]), held[some, :, :, None])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("full+quest:read=8:dense=0", "full+quest:read=12:page=5:dense=1", "full+centroids:read=8:page=2"),
+        *("full+retrieval:read=8:dense=0", "full+sparq:read=8:dense=0", "full+shadowkv:read=16"),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_of_a_step_read_what_each_reads_alone(text: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is shared, slots are chosen by their positions."""
+    model = llama(2, 64, heads=4)
+    ids = tokens(40).expand(2, -1)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :9] = 0
+    answers: list[torch.Tensor] = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr("kvpolicy.hf.cache_forward.SharedStep", lambda memo: None)
+        with kvpolicy.attach(model, text), torch.no_grad():
+            cache = kvpolicy.PolicyCache(model, new=12)
+            model(ids[:, :28], attention_mask=mask[:, :28], cache=cache)
+            for column in range(28, 40):
+                out = model(ids[:, column, None], attention_mask=mask[:, : column + 1], cache=cache)
+                answers.append(out if isinstance(out, torch.Tensor) else out.logits)
+    assert len(answers) == 24
+    for shared, alone in zip(answers[:12], answers[12:], strict=True):
+        assert torch.equal(shared, alone)
+
+
+LENGTH = 500
+KINDS = ["random", "ties", "equal", "broken"]
+READ_SHAPES = [
+    ReadShape(1, 1, ((0, 300),)),
+    ReadShape(1, 15, ((0, 300),)),
+    ReadShape(1, 299, ((0, 300),)),
+    ReadShape(4, 6, ((0, 299),)),
+    ReadShape(3, 5, ((5, 100), (105, 195))),
+]
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are ranked in blocks, few as they are."""
+    monkeypatch.setattr(module, "_FEWEST", 1)
+
+
+def draw(shape: ReadShape, kind: str, heads: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, positions, and lengths of three rows: a full one, one with empty slots, and one without a token."""
+    generator = torch.Generator().manual_seed(shape.entries + shape.chosen)
+    slots = shape.parts[-1][0] + shape.parts[-1][1]
+    score = torch.randn(3, heads, 2, shape.entries, generator=generator)
+    if kind == "ties":
+        score = score.round()
+    elif kind == "equal":
+        score = torch.zeros_like(score)
+    elif kind == "broken":
+        some = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38])
+        score = some[torch.randint(0, 4, score.shape, generator=generator)]
+    order = [torch.randperm(LENGTH, generator=generator)[:slots] for _ in range(3 * heads)]
+    positions = torch.stack(order).view(3, heads, slots).int()
+    positions[:, :, 7] = torch.where((positions == LENGTH - 1).any(-1), positions[:, :, 7], LENGTH - 1)
+    empty = torch.rand(3, heads, slots, generator=generator) < torch.tensor([0.0, 0.9, 1.0])[:, None, None]
+    return score, positions.masked_fill(empty, -1), torch.tensor([LENGTH, LENGTH, 0])
+
+
+def slow(
+    shape: ReadShape, limit: int, need: list[float], held: list[list[int]], first: int, length: int, recent: int
+) -> list[int]:
+    """The entries that one head reads, the most needed first."""
+
+    def place(entry: int) -> tuple[int, float, int]:
+        positions = [position for position in held[entry] if position >= 0]
+        always = 1 if max(positions) >= length - recent else 0
+        always = 2 if min(positions) == first else always
+        always = 3 if max(positions) == length - 1 else always
+        return -always, -need[entry] if not always else 0.0, min(positions)
+
+    live = [entry for entry, positions in enumerate(held) if max(positions) >= 0]
+    return sorted(live, key=place)[: min(limit, shape.chosen)]
+
+
+def wanted(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], recent: int) -> list[list[list[int]]]:
+    """The positions that each row and head reads, entry by entry."""
+    score, positions, length = drawn
+    held = by_entry(shape, positions)
+    need = need_of(score, (held < 0).all(-1), SINGLE_RANK)
+    found: list[list[list[int]]] = []
+    for row in range(len(limit)):
+        found.append([])
+        for head in range(positions.shape[1]):
+            every = [position for position in positions[row, head].tolist() if position >= 0]
+            pages: list[list[int]] = held[row, head].tolist()
+            entries = slow(
+                shape,
+                int(limit[row]),
+                need[row, head].tolist(),
+                pages,
+                min(every, default=0),
+                int(length[row]),
+                recent,
+            )
+            found[-1].append([position for entry in entries for position in pages[entry] if position >= 0])
+    return found
+
+
+def read(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], recent: int, **more: Any) -> Any:
+    score, positions, length = drawn
+    found = choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, recent, **more)
+    kept = found.chosen & (positions.gather(-1, found.slots) >= 0)
+    slots = [[slots[own] for slots, own in zip(*of_row, strict=True)] for of_row in zip(found.slots, kept, strict=True)]
+    places = [
+        [positions[row, head][own].tolist() for head, own in enumerate(of_row)] for row, of_row in enumerate(slots)
+    ]
+    return places, slots
+
+
+@pytest.mark.usefixtures("blocks")
+@product("kind,shape,recent", KINDS, READ_SHAPES, [1, 9])
+def test_the_most_needed_entries_are_read(shape: ReadShape, kind: str, recent: int) -> None:
+    drawn = draw(shape, kind)
+    for limit in (torch.full((3,), shape.chosen), torch.tensor([1, max(shape.chosen // 2, 1), 1])):
+        want = wanted(shape, limit, drawn, recent)
+        assert read(shape, limit, drawn, recent)[0] == want
+        places, slots = read(shape, limit, drawn, recent, in_slots_order=True)
+        assert [[sorted(one) for one in row] for row in places] == [[sorted(one) for one in row] for row in want]
+        assert all(torch.equal(one, one.sort().values) for row in slots for one in row)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_head_and_one_row(kind: str) -> None:
+    shape = READ_SHAPES[1]
+    drawn = draw(shape, kind, heads=1)
+    one = drawn[0][:1], drawn[1][:1], drawn[2][:1]
+    assert read(shape, torch.tensor([15]), one, 1)[0] == wanted(shape, torch.tensor([15]), one, 1)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("shape", [READ_SHAPES[1], pytest.param(READ_SHAPES[3], marks=pytest.mark.slow)])
+def test_compiled_choices_are_the_same(shape: ReadShape) -> None:
+    torch.compiler.reset()
+
+    def by_score(score: Tensor, positions: Tensor, length: Tensor, in_order: bool) -> Any:
+        return choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, 1, in_order)
+
+    compiled: Any = torch.compile(by_score, fullgraph=True, dynamic=False)
+    limit = torch.tensor([shape.chosen, 3, 1])
+    for kind in ("ties", "equal"):  # needs that differ clearly, or not at all, however they are rounded
+        drawn = draw(shape, kind)
+        for in_order in (False, True):
+            want = by_score(*drawn, in_order)
+            got = compiled(*drawn, in_order)
+            assert torch.equal(got.chosen, want.chosen)
+            assert torch.equal(got.slots[got.chosen], want.slots[want.chosen])
+    torch.compiler.reset()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpolicy
@@ -241,19 +240,3 @@ def test_attention_sinks_that_ranks_did_not_divide() -> None:
     with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="got 8 sinks for 4 heads") as error:
         model(torch.ones(1, 9, dtype=torch.int64))
     one_sentence(error.value)
-
-
-@pytest.mark.parametrize(
-    ("model_class", "config"),
-    [
-        ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}),
-        ("FalconMambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}),
-        ("RwkvForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "attention_hidden_size": 64}),
-    ],
-)
-def test_the_advice_is_not_what_the_model_already_is(model_class: str, config: dict[str, Any]) -> None:
-    """A state-space model is a decoder-only causal language model: it lacks attention, and the message says so."""
-    cls = getattr(transformers, model_class)
-    model = cls(cls.config_class(vocab_size=64, **config)).eval()
-    with pytest.raises(kvpolicy.KVPolicyError, match="single stack of attention layers that cache keys and values"):
-        kvpolicy.attach(model, "window@0.5")

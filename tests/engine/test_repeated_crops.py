@@ -9,6 +9,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.engine.filled import attached, prompted
 
 PROMPT = 12
 
@@ -46,11 +47,8 @@ def test_a_crop_behind_a_turn_that_was_cropped(policy: str) -> None:
 
 def test_the_end_that_a_cropped_turn_was_told() -> None:
     """A growing cache has room up to the end of the turn that takes its place."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([PROMPT], [PROMPT, 8])
-    with kvpolicy.attach(model, "streaming:decode=grow@1.0"):
-        cache = PolicyCache(model, new=8)
-        forward(model, ids, mask, 0, PROMPT, cache)
+    with attached("streaming:decode=grow@1.0", [PROMPT], [PROMPT, 8], layers=2) as (model, ids, mask):
+        cache = prompted(model, ids, mask, PROMPT, new=8)
         assert cache.policy_layers[0].budget.tolist() == [PROMPT + 8]
         cache.expect(None, 5)
         forward(model, ids, mask, PROMPT, PROMPT + 4, cache)
@@ -63,9 +61,7 @@ def test_the_end_that_a_cropped_turn_was_told() -> None:
 @pytest.mark.parametrize("policy", ["full", "window@64", "streaming:decode=grow@1.0"])
 def test_a_whole_turn_leaves_the_plan_and_the_budget_from_before(policy: str) -> None:
     """They are of the prompt, and not of the steps behind it, with which the turn would be divided again."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([PROMPT, 7], [PROMPT, 8])
-    with kvpolicy.attach(model, policy):
+    with attached(policy, [PROMPT, 7], [PROMPT, 8], layers=2) as (model, ids, mask):
         cache = PolicyCache(model)
         for start, stop in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 2)):
             forward(model, ids, mask, start, stop, cache)

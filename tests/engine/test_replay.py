@@ -14,7 +14,7 @@ from transformers import BertConfig, BertLMHeadModel, DynamicCache
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.engine.attention import attend
-from kvpolicy.engine.replay import attend_context, chunks
+from kvpolicy.engine.replay import attend_context
 from kvpolicy.hf.forward_calls import check_step
 from kvpolicy.statistics import Replay
 from kvpolicy.statistics.statistic import first_of
@@ -27,6 +27,7 @@ from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import spec_of
 from tests.conformance.replay import Twin, recording, reference_codec, reference_selector, replay
 from tests.conformance.turning import turns
+from tests.engine.filled import attached, prompted
 from tests.reference.selectors import complete, kvzip, top
 from tests.sampling import each_once, product
 
@@ -124,8 +125,7 @@ def test_a_prompt_is_held_until_it_is_complete() -> None:
     ids, mask = make_batch(LENGTHS, [26])
     model = build("llama")
     with kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
-        cache = PolicyCache(model, prompt=LENGTHS)
-        forward(model, ids, mask, 0, 20, cache)
+        cache = prompted(model, ids, mask, 20, prompt=LENGTHS)
         first = cache.policy_layers[0]
         assert cache.plan is None and first.positions.shape[-1] == 0
         assert first.length.tolist() == [20, 11, 5] and cache.full_nbytes > 0
@@ -148,8 +148,7 @@ def test_a_shorter_row_waits_for_the_longest() -> None:
     mask = (torch.arange(26) < torch.tensor([[26], [8]])).long()
     model = build("llama", layers=2)
     with kvpolicy.attach(model, f"{SMALL}@0.5"):
-        cache = PolicyCache(model, prompt=[26, 8])
-        forward(model, ids, mask, 0, 13, cache)
+        cache = prompted(model, ids, mask, 13, prompt=[26, 8])
         assert cache.policy_layers[0].length.tolist() == [13, 8] and cache.plan is None
         forward(model, ids, mask, 13, 26, cache)
         assert cache.policy_layers[0].budget.tolist() == [13, 4]
@@ -196,45 +195,6 @@ def test_a_row_that_begins_in_a_later_chunk(family: str, right: bool) -> None:
             torch.testing.assert_close(both.keys[row], one.keys[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("length", "budget"), [(1, 1), (2, 2), (9, 1), (10, 2)])
-def test_smallest_budgets(length: int, budget: int) -> None:
-    ids, _ = make_batch([length], [length, 1, 1, 3, 1])
-    cache = prefilled(f"{SMALL}@{budget}", ids, [length, 1, 1, 3, 1])
-    newest = length + 5
-    assert all(head[-1] == newest and len(head) == budget for layer in kept(cache) for head in layer[0])
-
-
-def test_later_tokens_rank_above_replayed_ones() -> None:
-    ids, _ = make_batch([20], [20, 4, 1, 1])
-    before = prefilled(f"{SMALL}@12", ids, [20])
-    cache = prefilled(f"{SMALL}@12", ids, [20, 4, 1, 1])
-    for then, now in zip(kept(before), kept(cache), strict=True):
-        for old, new in zip(then[0], now[0], strict=True):
-            assert new[-6:] == [20, 21, 22, 23, 24, 25]
-            assert set(new[:-6]) < set(old) and {0, 1} < set(new)
-    # Where the budget has no room for more, the window of later tokens slides.
-    long, _ = make_batch([20], [20, 14, 1])
-    last = prefilled(f"{SMALL}@12", long, [20, 14, 1])
-    assert all(head == [0, 1, *range(25, 35)] for layer in kept(last) for head in layer[0])
-
-
-def test_generate_is_the_plain_loop() -> None:
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS, [26])
-    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        generated = kept(handle.cache)  # pyright: ignore[reportArgumentType]
-        cache = PolicyCache(model, new=6)
-        tokens = ids
-        grown = mask
-        for step in range(6):
-            start = 0 if step == 0 else 25 + step
-            logits = forward(model, tokens, grown, start, tokens.shape[1], cache)
-            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
-            grown = torch.cat([grown, torch.ones(3, 1, dtype=torch.int64)], 1)
-    assert torch.equal(out, tokens) and generated == kept(cache)
-
-
 def test_generate_in_chunks_and_in_turns() -> None:
     model = build("llama")
     ids, mask = make_batch(LENGTHS, [26, 3, 4])
@@ -253,23 +213,9 @@ def test_generate_in_chunks_and_in_turns() -> None:
     assert all(head[-7:] == list(range(28, 35)) for layer in kept(one) for head in layer[0][:1])
 
 
-def test_hidden_states_are_those_of_the_prompt() -> None:
-    model = build("llama")
-    ids, _ = make_batch([26], [26])
-    with torch.no_grad():
-        want = model(ids, output_hidden_states=True).hidden_states
-        with kvpolicy.attach(model, f"{SMALL}@0.5"):
-            got = model(ids, output_hidden_states=True).hidden_states
-    assert len(got) == len(want)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_an_interrupted_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that could not score its prompt is refused until it is reset."""
-    model = build("llama")
-    ids, _ = make_batch([26], [26])
-    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
+    with torch.no_grad(), attached(f"{SMALL}@0.5", [26], [26]) as (model, ids, _):
         cache = PolicyCache(model)
         with monkeypatch.context() as patch:
             patch.setattr("kvpolicy.hf.replay.received", lambda *_: 1 / 0)
@@ -310,34 +256,18 @@ def test_moves_of_a_held_prompt(move: str) -> None:
             assert cache.plan is not None  # the announcement is forgotten, too
             return
         forward(model, ids, mask, 20, 26, cache)
-        whole = PolicyCache(model)
-        forward(model, ids, mask, 0, 26, whole)
+        whole = prompted(model, ids, mask, 26)
     assert kept(cache) == kept(whole)
 
 
 def test_embeddings_are_replayed_as_ids_are() -> None:
-    model = build("gemma2")
-    ids, _ = make_batch([26], [26])
-    with torch.no_grad(), kvpolicy.attach(model, f"{ASKED}@8"):
+    with torch.no_grad(), attached(f"{ASKED}@8", [26], [26], family="gemma2") as (model, ids, _):
         one = PolicyCache(model)
         other = PolicyCache(model, prompt=26)
         model(ids, cache=one)
         model(inputs_embeds=model.get_input_embeddings()(ids[:, :20]), cache=other)
         model(ids[:, 20:], cache=other)
     assert kept(one) == kept(other)
-
-
-def test_gradients_of_the_prompt_flow() -> None:
-    model = copy.deepcopy(build("llama"))
-    ids, _ = make_batch([26], [26])
-    with kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
-        loss = model(ids, use_cache=True).logits.float().logsumexp(-1).sum()
-        assert handle.cache is not None and handle.cache.plan is not None
-        loss.backward()
-    ours = model.model.embed_tokens.weight.grad.clone()
-    model.zero_grad()
-    model(ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
-    torch.testing.assert_close(ours, model.model.embed_tokens.weight.grad)
 
 
 @pytest.mark.parametrize(("padded", "rows"), [(False, 3), (True, 3), (True, 1 << 24)])
@@ -353,16 +283,6 @@ def test_fused_attention_is_the_tiled_one(padded: bool, rows: int, monkeypatch: 
     past = Past(torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8), occupied)
     want, _ = attend(q, k, v, ScoreTransform(0.5), past, valid, False)
     torch.testing.assert_close(attend_context(q, k, v, ScoreTransform(0.5), past, valid), want)
-
-
-def test_chunks_are_of_each_rows_own_tokens() -> None:
-    context = torch.tensor([[0, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0, 0], [0] * 6]).bool()
-    first, second = chunks(context, Replay(3, sinks=2, later=(9,), overlap=2))
-    assert first.columns[0].tolist() == [1, 3, 4] and first.chosen.sum(-1).tolist() == [3, 2, 0]
-    assert first.sinks.shape == (3, 0) and first.overlap.shape == (3, 0)
-    assert second.chosen.tolist() == [[True, False, False], [False] * 3, [False] * 3]
-    assert second.columns[0, 0] == 5 and second.sinks[0].tolist() == [1, 3] and second.overlap[0].tolist() == [3, 4]
-    assert all(sorted(row) == list(range(6)) for row in torch.cat([first.columns, second.columns], 1).tolist())
 
 
 def test_refused() -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.replay import Chunk, Gain, add_scores, received
+from kvpolicy.engine.replay import Chunk, Gain, add_scores, chunks, received
+from kvpolicy.engine.replayed_queries import ReplayedQueries, no_queries
+from kvpolicy.statistics import Replay
 from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.statistics.windows import ScoreTransform
 from tests.engine.parts import generator
@@ -71,3 +73,33 @@ def test_columns_that_a_row_does_not_have_keep_their_scores() -> None:
     for row, written in enumerate([{4: 1.0, 5: 2.0, 6: 3.0, 7: 4.0}, {5: 1.0, 7: 2.0}, {}]):
         want = [written.get(column, 0.25) for column in range(PROMPT)]
         assert scores[row].tolist() == [want] * HEADS
+
+
+def observed(context: torch.Tensor, width: int, chunk: int, tile: int, before: int = 2) -> ReplayedQueries:
+    """Queries that are the number of their token, fed in tiles of texts with `before` tokens ahead of the chunk."""
+    rows = context.shape[0]
+    found = no_queries(torch.zeros(rows, 2, 1, 3), context, width)
+    for part in chunks(context, Replay(chunk)):
+        columns = before + part.columns.shape[1]
+        numbers = torch.arange(columns) - before + part.number * chunk
+        q = numbers.float()[None, None, :, None].expand(rows, 2, -1, 3)
+        for start in range(0, columns, tile):
+            found.add(q[:, :, start : start + tile], start, part, chunk, columns)
+    return found
+
+
+def test_queries_are_spread_over_each_row() -> None:
+    context = torch.zeros(4, 40, dtype=torch.bool)
+    for row, count in enumerate((40, 13, 3, 0)):
+        context[row, 40 - count :] = True
+    for chunk, tile in ((64, 64), (7, 64), (7, 3), (40, 1)):
+        found = observed(context, 4, chunk, tile)
+        assert found.tokens.tolist() == [[5, 15, 25, 35], [1, 4, 8, 11], [0, 1, 2, -1], [-1] * 4]
+        want = found.tokens.clamp_min(0).float()[:, None, :, None].expand(-1, 2, -1, 3)
+        assert torch.equal(found.queries, want)
+
+
+def test_no_more_queries_than_tokens() -> None:
+    """A window may be any number; memory of as many queries may not."""
+    context = torch.ones(2, 5, dtype=torch.bool)
+    assert no_queries(torch.zeros(2, 2, 1, 3), context, 10**12).tokens.tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -16,10 +16,10 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import KVPolicyError, KVPolicyStateError, Policy, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
-from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, MERGERS, RANKED, SELECTORS, is_refused, words
+from tests.engine.filled import attached, prompted
 from tests.engine.live import stored_bytes, tensors_of
 from tests.sampling import Row, each_once, product, star
 
@@ -150,7 +150,7 @@ def test_estimates_of_what_is_not_read_have_the_tokens_back() -> None:
 
 
 @contextmanager
-def prompted(policy: str, family: str = "llama", lengths: tuple[int, ...] = (PROMPT,)) -> Generator[Any]:
+def marking(policy: str, family: str = "llama", lengths: tuple[int, ...] = (PROMPT,)) -> Generator[Any]:
     """A function that feeds steps to a cache, the model, and a cache that has the prompt."""
     model = build(family)
     ids, mask = make_batch([*lengths], [PROMPT, STEPS])
@@ -162,24 +162,6 @@ def prompted(policy: str, family: str = "llama", lengths: tuple[int, ...] = (PRO
         cache = PolicyCache(model, new=STEPS)
         forward(model, ids, mask, 0, PROMPT, cache)
         yield feed, model, cache
-
-
-def test_a_layer_alone() -> None:
-    """Without a model, and with ties in every score."""
-    bench, twin = (Bench("h2o@4", [4, 3]) for _ in range(2))
-    ones = [torch.ones_like(t) for t in draw(6, 0, batch=2)]
-    for each in (bench, twin):
-        each.forward(*ones)
-    layer = bench.layer
-    layer.journal.mark(3)
-    for number in range(3):
-        bench.forward(*draw(1, number, batch=2), valid=torch.tensor([[True], [number != 1]]))
-    layer.journal.roll_back(1)
-    twin.forward(*draw(1, 0, batch=2), valid=torch.tensor([[True], [True]]))
-    first = dict(tensors_of(layer))
-    second = dict(tensors_of(twin.layer))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 ADDING = [["full", "full+quest:read=8:page=4", "uniform/adakv+snapkv:decode=grow@0.7"], [13, 2, 12, 14]]
@@ -200,9 +182,7 @@ def test_sliding_windows_take_tokens_back(fed: int, accepted: int) -> None:
 @pytest.mark.parametrize("accepted", [0, 2])
 def test_windows_that_record_their_past_lose_nothing_to_put_back(accepted: int) -> None:
     """They push nothing out before a crop."""
-    model = build("gemma2")
-    ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
-    with kvpolicy.attach(model, "h2o@0.5"):
+    with attached("h2o@0.5", [PROMPT], [PROMPT, STEPS], family="gemma2") as (model, ids, mask):
         cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
         for each in (cache, twin):
             each.activate_past_recording()
@@ -219,7 +199,7 @@ def test_windows_that_record_their_past_lose_nothing_to_put_back(accepted: int) 
 def test_every_byte_of_a_log_is_counted() -> None:
     """Also that of copies before a demotion, and of windows."""
     policy = words("full", "kivi", "labels:read=8", budget="1.0")
-    with prompted(policy, "gemma2", lengths=(PROMPT, 17)) as (feed, _, cache):
+    with marking(policy, "gemma2", lengths=(PROMPT, 17)) as (feed, _, cache):
         cache.mark(most=10)
         feed(cache, 0, 9)
         assert len(cache.policy_layers[0].store.journal.entries) > 2, "blocks were encoded"
@@ -272,7 +252,7 @@ def test_misuse_is_refused_in_one_sentence() -> None:
 
 
 def test_a_copy_of_a_marked_cache_goes_its_own_way() -> None:
-    with prompted("h2o@0.5") as (feed, _, cache):
+    with marking("h2o@0.5") as (feed, _, cache):
         before = copy.deepcopy(cache)
         cache.mark(most=4)
         feed(cache, 0, 1)
@@ -286,7 +266,7 @@ def test_a_copy_of_a_marked_cache_goes_its_own_way() -> None:
 
 
 def test_a_loaded_cache_is_rolled_back(tmp_path: Path) -> None:
-    with prompted(words("h2o", "kivi"), lengths=(PROMPT, 17)) as (feed, model, cache):
+    with marking(words("h2o", "kivi"), lengths=(PROMPT, 17)) as (feed, model, cache):
         cache.save(tmp_path / "prompt.safetensors")
         loaded = PolicyCache.load(model, tmp_path / "prompt.safetensors")
         loaded.mark(most=4)
@@ -300,9 +280,7 @@ def test_a_loaded_cache_is_rolled_back(tmp_path: Path) -> None:
 
 def test_rolled_back_in_another_mode() -> None:
     """Only inference mode may change what was made in it."""
-    model = build("llama")
-    ids, _ = make_batch([PROMPT], [PROMPT, STEPS])
-    with kvpolicy.attach(model, words("h2o", "kivi")):
+    with attached(words("h2o", "kivi"), [PROMPT], [PROMPT, STEPS]) as (model, ids, _):
         cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
         for each in (cache, twin):
             with torch.inference_mode():
@@ -344,9 +322,7 @@ def test_marked_steps_compile_to_one_graph() -> None:
     model = build("llama", layers=1)  # the time to compile grows with the layers
     ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
     with kvpolicy.attach(model, "h2o+merge@0.5"):
-        cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
-        for each in (cache, twin):
-            forward(model, ids, mask, 0, PROMPT, each)
+        cache, twin = (prompted(model, ids, mask, PROMPT, new=STEPS) for _ in range(2))
         counter = CompileCounterWithBackend("eager")
         step = torch.compile(model, backend=counter, fullgraph=True)
         column = PROMPT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,15 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.access import addresses, kept_positions
-from tests.conformance.models import FAMILIES, build, layers_for
-from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, star_of_three, words
-from tests.engine.filled import text
+from tests.conformance.models import build, layers_for
+from tests.conformance.play import make_batch, talk
+from tests.conformance.policies import SELECTORS, words
+from tests.engine.filled import attached, text
 from tests.sampling import each_once, product
-
-LENGTHS = [26, 6]
-"""A short row beside a far longer one: padding is no sink, in no window, no mean and no threshold."""
 
 
 def same_row(alone: PolicyCache, together: PolicyCache, row: int) -> None:
@@ -33,42 +29,7 @@ def same_row(alone: PolicyCache, together: PolicyCache, row: int) -> None:
         assert int(mine.budget) == int(ours.budget[row]) > 0
 
 
-def check(policy: str, family: str, lengths: list[int]) -> None:
-    model = build(family, layers=layers_for(policy, family))
-    # Rows alone differ from a batch by fp32's noise, which may tip a number of a codec to the next code.
-    tolerance = 0.1 if Policy.parse(policy).codec.stages else 5e-5
-    ids, mask = make_batch(lengths)
-    with kvpolicy.attach(model, policy):
-        together = PolicyCache(model, new=sum(TURNS[1:]))
-        logits = talk(model, ids, mask, TURNS, together)
-        for row, length in enumerate(lengths):
-            skip = TURNS[0] - length
-            alone = PolicyCache(model, new=sum(TURNS[1:]))
-            own_ids = ids[row : row + 1, skip:]
-            own_mask = mask[row : row + 1, skip:]
-            own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
-            assert (own[0] - logits[row, skip:]).abs().max() < tolerance
-            same_row(alone, together, row)
-
-
-@product("allocator,selector,codec", ALLOCATORS, SELECTORS, CODECS, sample=each_once(ALLOCATORS, SELECTORS, CODECS))
-def test_methods(allocator: str, selector: str, codec: str) -> None:
-    check(words(allocator, selector, codec), "llama", LENGTHS)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES])
-def test_families(family: str) -> None:
-    check("squeeze+h2o+kivi:group_size=4:residual_length=4@0.5", family, LENGTHS)
-
-
-@pytest.mark.parametrize("budget", ["0.25", "5"])
-def test_budgets(budget: str) -> None:
-    """A share is of each row's own length."""
-    check(f"h2o@{budget}", "llama", LENGTHS)
-
-
 CHUNKS = [12, 12, 12, 1, 1, 1, 6, 1, 1]
-
 
 BEGIN = [["uniform", "squeeze"], ["plain", "kvquant", "rotate", "csr"]]
 
@@ -113,9 +74,7 @@ def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
     """A row gets its budget before its first token, which comes in a decode step of the others."""
     lengths = [17, 1]
     columns = 17
-    model = build("llama")
-    ids, mask = make_batch(lengths, [columns, sum(turns) - columns])
-    with kvpolicy.attach(model, policy):
+    with attached(policy, lengths, [columns, sum(turns) - columns]) as (model, ids, mask):
         together = PolicyCache(model, prompt=lengths, new=8)
         logits = talk(model, ids, mask, turns, together)
         alone = PolicyCache(model, prompt=1, new=8)
@@ -242,43 +201,6 @@ def test_states_and_latents_come_and_go_with_their_rows(family: str) -> None:
     check_answers("h2o@16", family)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [names for names in star_of_three() if "knorm" not in names], ids="+".join)
-def test_a_random_walk(names: tuple[str, str, str]) -> None:
-    """After every random put, drop and step, each row holds what it holds alone, and gives its logits.
-
-    Not `knorm`: a token has the same norm wherever it stands, and the rounding of a product of more rows may decide
-    which of two equal ones is kept.
-    """
-    policy = words(*names, budget="0.5")
-    model = build("llama", layers=layers_for(policy))
-    tolerance = 0.1 if Policy.parse(policy).codec.stages else 5e-5
-    chance = random.Random(policy)
-    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
-        rows = handle.rows(3, LONGEST)
-        single: dict[int, PolicyCache] = {}
-        for step in range(60):
-            free = rows.free_rows()
-            full = [row for row, cache in single.items() if int(cache.policy_layers[0].length) >= LONGEST]
-            if free and (len(free) == 3 or chance.random() < 0.3):
-                row = chance.choice(free)
-                single[row] = prompted(model, text(1, chance.randint(20, 48), step))[0]
-                rows.put(row, single[row])
-            elif full or chance.random() < 0.1:
-                row = chance.choice(full or [*single])
-                rows.drop(row)
-                del single[row]
-            else:
-                tokens = text(3, 1, step)
-                logits = model(tokens, cache=rows).logits
-                for row, cache in single.items():
-                    own = model(tokens[row : row + 1], cache=cache).logits
-                    assert (own[0] - logits[row]).abs().max() < tolerance
-            check_rows(rows)
-            for row, cache in single.items():
-                same_row(cache, rows, row)
-
-
 @pytest.mark.parametrize("policy", ["h2o@16", f"h2o+{KIVI}@40", "uniform/adakv+h2o@24"])
 def test_a_compiled_step_is_one_graph_whatever_rows_hold(policy: str) -> None:
     torch.compiler.reset()
@@ -313,36 +235,6 @@ def test_a_compiled_step_is_one_graph_whatever_rows_hold(policy: str) -> None:
         assert counter.frame_count == 1
         assert addresses(rows) == before
     torch.compiler.reset()
-
-
-def test_a_row_that_was_used_is_like_a_new_one() -> None:
-    model = build("llama", layers=2)
-    first, second = (text(1, length, length) for length in (50, 23))
-    with torch.no_grad(), kvpolicy.attach(model, f"h2o+{KIVI}@40") as handle:
-        new = handle.rows(2, LONGEST)
-        used = handle.rows(2, LONGEST)
-        used.put(0, prompted(model, first)[0])
-        for token in range(5, 9):
-            model(torch.full((2, 1), token), cache=used)
-        used.drop(0)
-        for rows in (new, used):
-            rows.put(0, prompted(model, second)[0])
-        for token in range(5, 15):
-            both = [model(torch.full((2, 1), token), cache=rows).logits[0] for rows in (new, used)]
-            assert torch.equal(*both)
-
-
-def test_a_cache_may_fill_several_rows_and_is_not_changed() -> None:
-    model = build("llama", layers=2)
-    with torch.no_grad(), kvpolicy.attach(model, "h2o@16") as handle:
-        rows = handle.rows(3, LONGEST)
-        cache = prompted(model, text(1, 30))[0]
-        copy = cache.fork()
-        for row in (0, 2):
-            rows.put(row, cache)
-        logits = model(torch.full((3, 1), 7), cache=rows).logits
-        assert torch.equal(logits[0], logits[2])
-        assert torch.equal(*(model(torch.tensor([[7]]), cache=each).logits for each in (cache, copy)))
 
 
 @pytest.mark.parametrize("policy", ["full", "window@200", "uniform/adakv+h2o:decode=grow@0.5"])

@@ -210,18 +210,6 @@ def test_what_rows_add_is_evicted_under_a_policy_of_its_own() -> None:
         assert kept_positions(text.policy_layers[0]) == kept, "the slots of the prefix are pinned"
 
 
-def test_own_tokens_may_be_encoded() -> None:
-    model = build("llama")
-    ids, mask = conversation([6, 6, 6], [TEXT, 6, *[1] * 12])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        shared = read_text(model, ids).fork(
-            [0] * ROWS, shared=True, own="full+kivi:bits=4:group_size=4:residual_length=4"
-        )
-        go_on(model, shared, ids, mask, [TEXT, 6, *[1] * 12])
-        assert sum(shared.policy_layers[0].layout.coded)
-        assert shared.plan is not None
-
-
 def test_generate_goes_on_behind_the_text() -> None:
     """With questions of different lengths; each row as alone, and as with copies."""
     model = build("llama")
@@ -269,20 +257,6 @@ def test_rows_are_selected_before_and_behind_the_question() -> None:
         torch.testing.assert_close(first[1][there[2]], want[0][2][there[2]], atol=1e-5, rtol=1e-5)
         for now, then in zip(later, want[1:], strict=True):
             torch.testing.assert_close(now, then[rows], atol=1e-5, rtol=1e-5)
-
-
-def test_a_copy_of_rows_shares_the_same_text() -> None:
-    with reading([6, 6, 6]) as (model, text, ids, mask):
-        shared = text.fork([0] * ROWS, shared=True)
-        forward(model, ids, mask, TEXT, TEXT + 6, shared)
-        other = shared.fork([2, 0])
-        prefixes = [cache.policy_layers[0].prefix for cache in (shared, other)]
-        assert prefixes[0] is prefixes[1] is not None
-        rows = torch.tensor([2, 0])
-        some = go_on(model, other, ids[rows], mask[rows], [TEXT + 6, *TURNS[2:]])
-        every = go_on(model, shared, ids, mask, [TEXT + 6, *TURNS[2:]])
-        for one, two in zip(some, every, strict=True):
-            torch.testing.assert_close(one, two[rows], atol=1e-5, rtol=1e-5)
 
 
 def test_a_reset_returns_to_the_end_of_the_text() -> None:
@@ -416,17 +390,6 @@ def test_the_first_forward_and_the_text_are_not_compiled() -> None:
     torch.compiler.reset()
 
 
-def test_a_question_of_one_token() -> None:
-    model = build("llama")
-    ids, mask = conversation([1, 1, 1], [TEXT, 1, 1, 1])
-    with kvpolicy.attach(model, "snapkv:window=4:decode=grow@0.5"):
-        text = read_text(model, ids)
-        copies = text.fork([0] * ROWS)
-        want = go_on(model, copies, ids, mask, [TEXT, 1, 1, 1])
-        shared = text.fork([0] * ROWS, shared=True)
-        assert_alike(go_on(model, shared, ids, mask, [TEXT, 1, 1, 1]), want, mask, [TEXT, 1, 1, 1])
-
-
 def test_a_second_question_may_be_added_whole() -> None:
     """`hold_next` is about the own tokens of the rows, of which the first question was one prompt."""
     model = build("llama")
@@ -442,19 +405,3 @@ def test_a_second_question_may_be_added_whole() -> None:
         forward(model, ids, mask, TEXT + 7, TEXT + 12, shared)
         assert kept_positions(shared.policy_layers[0])[0][0] == [3, 4, 5, 6, 7, 8, 9, 10, 11]
         assert shared.plan is not None and shared.plan.nbytes == shared.nbytes
-
-
-def test_inference_mode() -> None:
-    """A text that was read in inference mode is shared by rows outside of it."""
-    model = build("llama")
-    ids, mask = conversation([6, 6, 6])
-    with kvpolicy.attach(model, "snapkv:window=4@0.5"):
-        want = go_on(model, read_text(model, ids).fork([0] * ROWS, shared=True), ids, mask)
-        text = PolicyCache(model, new=0)
-        with torch.inference_mode():
-            model(ids[:1, :TEXT], cache=text)
-            inside = text.fork([0] * ROWS, shared=True)
-            model(ids[:, TEXT : TEXT + 6], cache=inside)
-        shared = text.fork([0] * ROWS, shared=True)
-        for one, two in zip(go_on(model, shared, ids, mask), want, strict=True):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)

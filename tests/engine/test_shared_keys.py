@@ -14,12 +14,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
+from kvpolicy import Policy
+from kvpolicy.engine.decode import Step
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.state import tensors
 from kvpolicy.hf.cache_names import cache_argument
+from kvpolicy.planning.memory import layer_spec
+from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.families.conversation import held_by
 from kvpolicy_eval.families.oracle import oracle
 from tests.conformance.models import SHARED, build
 from tests.conformance.test_models import compare
 from tests.engine.filled import prefilled, step, text
+from tests.engine.parts import generator
 
 FAMILIES = [*SHARED]
 TURNS = [(30, 0), (1, 1), (1, 2), (1, 3), (6, 4), (1, 5), (1, 6)]
@@ -84,14 +92,6 @@ def test_layers_that_read_see_what_their_owner_holds(family: str, padding: list[
     everything = stock(model, [{} for _ in TURNS], padding)
     assert max(map(off, logits, expected)) < 1e-4
     assert max(map(off, everything, expected)) > 0.05
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", ["kvzip:chunk=8@0.5", "lagkv@0.5", "expected@0.5"])
-def test_other_selectors(family: str, policy: str) -> None:
-    model = build(family)
-    logits, seen = played(model, policy, [0, 5])
-    assert max(map(off, logits, stock(model, seen, [0, 5]))) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,45 +169,6 @@ def test_codes_are_read_by_all(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_layers_choose_pages_by_their_own_queries(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "quest:read=0.3:page=1:dense=0"):
-        cache = prefilled(model)
-        owner = cache.policy_layers[1].store.slots
-        assert owner is not None and owner.index.shape is not None
-        choices: list[Tensor] = []
-        choose = owner.reads._choose
-
-        def noted(*args: Any) -> Any:
-            chosen = choose(*args)
-            choices.append(chosen.slots.sort(-1).values)
-            return chosen
-
-        monkeypatch.setattr(owner.reads, "_choose", noted)
-        step(model, cache)
-    assert len(choices) == 3
-    assert not torch.equal(choices[0], choices[1])
-    assert not torch.equal(choices[1], choices[2])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_crop(family: str) -> None:
-    model = build(family)
-    with kvpolicy.attach(model, "full"):
-        cache = kvpolicy.PolicyCache(model)
-        model(text(2, 8), cache=cache)
-        expected = step(model, cache)
-        for _ in range(2):
-            step(model, cache)
-        cache.crop(-3)
-        assert torch.allclose(step(model, cache), expected, atol=1e-5)
-        cache.crop(-3)  # into the prompt
-        again = kvpolicy.PolicyCache(model)
-        model(text(2, 8)[:, :6], cache=again)
-        assert torch.allclose(step(model, cache), step(model, again), atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("hold", ["plain", "codes"])
 def test_held_chunks_keep_what_one_piece_keeps(family: str, hold: Any) -> None:
     model = build(family)
@@ -272,3 +233,61 @@ def test_what_cannot_be_exact_is_refused() -> None:
         with pytest.raises(kvpolicy.KVPolicyError, match="return_shared_kv_states must be False"):
             model(text(1, 20), return_shared_kv_states=True)
         model(text(1, 20), return_shared_kv_states=True, use_cache=False)
+    model.model.layers[-1].self_attn.scaling *= 2
+    with kvpolicy.attach(model, "h2o@0.5"), pytest.raises(kvpolicy.KVPolicyError, match="scores into attention alike"):
+        model(text(1, 20))
+
+
+ROWS = 2
+HEADS = 2
+GROUP = 2
+DIM = 8
+PROMPT = 12
+KEPT = 8
+TRANSFORM = ScoreTransform(0.7)
+
+
+def drawn(heads: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(ROWS, heads, columns, DIM, generator=generator(seed))
+
+
+def filled(policy: str, group: int) -> LayerStore:
+    """A layer behind a prompt in which the second half of each group repeats the first, so that all rank alike."""
+    store = LayerStore(layer_spec(Policy.parse(policy), 0))
+    q = drawn(HEADS * GROUP, PROMPT, 1)
+    k = drawn(HEADS, PROMPT, 2)
+    v = drawn(HEADS, PROMPT, 3)
+    q = q.unflatten(1, (HEADS, GROUP)).repeat(1, 1, group // GROUP, 1, 1).flatten(1, 2)
+    store.initialize(k, group=group)
+    _, pending = store.attend_prompt(q, k, v, None, TRANSFORM)
+    keep = torch.full((ROWS,), KEPT)
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+    return store
+
+
+@pytest.mark.parametrize("policy", ["tova@8", "quest:read=0.5:page=1:dense=0+window@8", "window@8"])
+def test_a_layer_that_is_read_is_one_with_more_heads(policy: str) -> None:
+    """Of slots, outputs and states, in steps that evict, while queries of both layers differ."""
+    alone = filled(policy, 2 * GROUP)
+    joint = filled(policy, GROUP)
+    for number in range(5):
+        own = drawn(HEADS * GROUP, 1, 10 + number)
+        other = drawn(HEADS * GROUP, 1, 20 + number)
+        k = drawn(HEADS, 1, 30 + number)
+        v = drawn(HEADS, 1, 40 + number)
+        both = torch.cat([own.unflatten(1, (HEADS, -1)), other.unflatten(1, (HEADS, -1))], 2).flatten(1, 2)
+        expected = alone.append(both, k, v, None, TRANSFORM).unflatten(1, (HEADS, -1))
+        first, step = joint.attend_step(own, k, v, None, TRANSFORM)
+        assert isinstance(step, Step)
+        second, step = joint.read(other, TRANSFORM, step)
+        joint.end_step(step)
+        for store in (alone, joint):
+            store.count_step()
+        if "quest" not in policy:  # of which each layer chooses what it reads by itself
+            found = torch.cat([first.unflatten(1, (HEADS, -1)), second.unflatten(1, (HEADS, -1))], 2)
+            assert torch.allclose(found, expected, atol=1e-6)
+            assert torch.equal(alone.tensors.positions, joint.tensors.positions)
+            for one, two in zip(tensors(alone.tensors.state), tensors(joint.tensors.state), strict=True):
+                assert torch.allclose(one, two, atol=1e-6)
+        own_choice = joint.slots.reads.attend(other, TRANSFORM, False)[0] if joint.slots is not None else None
+        assert own_choice is not None and torch.allclose(second, own_choice, atol=1e-6)

@@ -7,65 +7,17 @@ import json
 import pytest
 import torch
 
-from kvpolicy import H2O, KIVI, AdaKV, KVPolicyError
-from kvpolicy.engine.layer_spec import LayerSpec
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.engine import snapshot
+from kvpolicy.engine.head_cut import Heads, cut
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board
-from kvpolicy.engine.snapshot import Snapshot, named_tensors, put, take
+from kvpolicy.engine.snapshot import Snapshot, put, take
 from kvpolicy.protocols import SINGLE_RANK
-from tests.engine.paged import Run
-from tests.engine.parts import Worth, index_of
+from tests.conformance.models import build
+from tests.engine.parts import index_of
 from tests.readers.bench import Layer, draw
-
-SPEC = LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict")
-
-
-def filled() -> LayerStore:
-    store = LayerStore(SPEC)
-    store.initialize(torch.empty(1, 2, 0, 8), group=3)
-    return store
-
-
-def test_names_follow_fields_and_places() -> None:
-    a = torch.zeros(1)
-    b = torch.ones(2)
-    c = torch.ones(3)
-    found = dict(named_tensors((Worth(a, b), (c,)), "codes"))
-    assert [*found] == ["codes.0.worth", "codes.0.number", "codes.1.0"] and found["codes.1.0"] is c
-
-
-def test_a_store_takes_what_another_held() -> None:
-    one = filled()
-    other = LayerStore(SPEC)
-    one.tensors.length.fill_(9)
-    put(other, take(one), SINGLE_RANK, torch.float32, torch.device("cpu"))
-    assert other.is_initialized and other.shape.group == 3 and other.tensors.length is one.tensors.length
-
-
-@pytest.mark.parametrize("change", ["missing", "shape", "dtype", "numbers"])
-def test_what_does_not_fit_is_refused(change: str) -> None:
-    taken = take(filled())
-    if change == "missing":
-        del taken.tensors["length"]
-    elif change == "shape":
-        taken.tensors["length"] = torch.zeros(2, dtype=torch.int64)
-    elif change == "dtype":
-        taken.tensors["length"] = torch.zeros(1)
-    else:
-        del taken.numbers["layout"]
-    empty = LayerStore(SPEC)
-    with pytest.raises(KVPolicyError, match="must fit the policy and the model"):
-        put(empty, taken, SINGLE_RANK, torch.float32, torch.device("cpu"))
-
-
-STEPS = 12
-POLICIES = {
-    "ranked again every 5 tokens": "keydiff:every=5@0.5",
-    "sorted again every 5 steps": "snapkv+quest:read=6:page=2:dense=0:resort=5@0.5",
-    "recoded every 5 tokens": "h2o+zipcache:recode_every=5@0.5",
-    "demoted in blocks": "h2o+tokenwise:block_size=5:residual_length=2@0.5",
-    "grown as it goes": "full+kivi:group_size=4:residual_length=5",
-}
 
 
 def restored(store: LayerStore, empty: LayerStore) -> None:
@@ -74,25 +26,6 @@ def restored(store: LayerStore, empty: LayerStore) -> None:
     tensors = {name: t.clone() for name, t in taken.tensors.items()}
     content = Snapshot(tensors, json.loads(json.dumps(taken.numbers)))
     put(empty, content, SINGLE_RANK, torch.float32, store.tensors.keys.device)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_later_step_gives_the_same_bits(name: str) -> None:
-    one, other = (Layer(POLICIES[name], [14, 9], new=2) for _ in range(2))
-    q, k, v = draw(26, 1, batch=2)
-    one.prompt(q, k, v, torch.arange(26) >= torch.tensor([[0], [7]]))
-    one.store.ensure_capacity()
-    for step in range(3):
-        one.step(*draw(1, 10 + step, batch=2), valid=torch.tensor([[True], [step != 1]]))
-        one.between()
-    restored(one.store, other.store)
-    for step in range(STEPS):
-        new = draw(1, 50 + step, batch=2)
-        outs = [layer.step(*new) for layer in (one, other)]
-        assert torch.equal(*outs), step
-        assert torch.equal(one.store.tensors.positions, other.store.tensors.positions), step
-        for layer in (one, other):
-            layer.between()
 
 
 def test_layers_that_share_a_choice_go_on_sharing_it() -> None:
@@ -113,18 +46,82 @@ def test_layers_that_share_a_choice_go_on_sharing_it() -> None:
             other.between()
 
 
-@pytest.mark.parametrize(
-    ("grows", "codec"), [(True, "plain"), (False, "tokenwise:group_size=2:residual_length=3:block_size=4")]
-)
-def test_heads_with_budgets_of_their_own(grows: bool, codec: str) -> None:
-    run = Run("h2o", AdaKV(), [40, 12], grows=grows, codec=codec)
-    run.prompt([60, 33], extra=5 if grows else 0)
-    for _ in range(3):
-        run.step(valid=[True, False])
-    store = run.store
-    run.store = LayerStore(store.spec)
-    restored(store, run.store)
-    for number in range(12):
-        run.step(valid=[True, number % 4 != 0])
-    run.prompt([9, 0])
-    run.step()
+POLICIES = ["h2o@0.5", "uniform/adakv+h2o@0.5", "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"]
+
+
+def stores(policy: str) -> tuple[Snapshot, LayerStore, LayerStore]:
+    """The content of the first layer behind a prompt, and two empty stores of it."""
+    model = build("llama", layers=2)
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        model(ids, cache=cache)
+        scratch = PolicyCache(model).policy_layers[0].store
+        return snapshot.take(cache.policy_layers[0].store), scratch, PolicyCache(model).policy_layers[0].store
+
+
+def positions(store: LayerStore) -> list[list[int]]:
+    """The tokens that each head holds."""
+    return [sorted(head[head >= 0].tolist()) for head in store.geometry.head_positions()[0]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_head_holds_what_it_held(policy: str) -> None:
+    whole, scratch, store = stores(policy)
+    snapshot.begin(scratch, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
+    snapshot.put(store, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
+    every = positions(store)
+    batch, heads, dim = whole.numbers["shape"]
+    found: list[list[int]] = []
+    for head in range(heads):
+        _, scratch, own = stores(policy)
+        snapshot.begin(scratch, whole, SINGLE_RANK, torch.float32, torch.device("cpu"))
+        part = cut(scratch, whole, Heads(head, 1, whole.numbers["group"]))
+        assert part.numbers["shape"] == [batch, 1, dim]
+        snapshot.put(own, part, SINGLE_RANK, torch.float32, torch.device("cpu"))
+        found += positions(own)
+    assert found == every
+
+
+def _without(whole: Snapshot, name: str) -> Snapshot:
+    return whole._replace(tensors={key: value for key, value in whole.tensors.items() if key != name})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_does_not_fit_is_refused(policy: str) -> None:
+    whole, scratch, _ = stores(policy)
+    short = whole._replace(tensors=whole.tensors | {"positions": whole.tensors["positions"][:, :1]})
+    other = whole._replace(numbers={**whole.numbers, "layout": [3, []], "pages": [-1, 4]})
+    for each in (_without(whole, "positions"), _without(whole, "values"), short, other):
+        with pytest.raises(KVPolicyError, match="must fit the policy and the model"):
+            snapshot.begin(scratch, each, SINGLE_RANK, torch.float32, torch.device("cpu"))
+            cut(scratch, each, Heads(0, 1, 1))
+
+
+STEPS = 12
+SCHEDULED = {
+    "ranked again every 5 tokens": "keydiff:every=5@0.5",
+    "sorted again every 5 steps": "snapkv+quest:read=6:page=2:dense=0:resort=5@0.5",
+    "recoded every 5 tokens": "h2o+zipcache:recode_every=5@0.5",
+    "demoted in blocks": "h2o+tokenwise:block_size=5:residual_length=2@0.5",
+    "grown as it goes": "full+kivi:group_size=4:residual_length=5",
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_every_later_step_gives_the_same_bits(name: str) -> None:
+    one, other = (Layer(SCHEDULED[name], [14, 9], new=2) for _ in range(2))
+    q, k, v = draw(26, 1, batch=2)
+    one.prompt(q, k, v, torch.arange(26) >= torch.tensor([[0], [7]]))
+    one.store.ensure_capacity()
+    for step in range(3):
+        one.step(*draw(1, 10 + step, batch=2), valid=torch.tensor([[True], [step != 1]]))
+        one.between()
+    restored(one.store, other.store)
+    for step in range(STEPS):
+        new = draw(1, 50 + step, batch=2)
+        outs = [layer.step(*new) for layer in (one, other)]
+        assert torch.equal(*outs), step
+        assert torch.equal(one.store.tensors.positions, other.store.tensors.positions), step
+        for layer in (one, other):
+            layer.between()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy import KVPolicyError
 from tests.conformance.models import build
 from tests.conformance.policies import SELECTORS, words
 from tests.engine.test_text_angles import adapting
@@ -215,22 +215,3 @@ def test_the_least_temperature_draws_the_most_probable_tokens() -> None:
     options: dict[str, Any] = {"max_new_tokens": 6}
     cold = kvpolicy.speculate(model, "h2o@0.5", prompt(0, 48), temperature=5e-324, **options)
     assert cold.tolist() == kvpolicy.speculate(model, "h2o@0.5", prompt(0, 48), **options).tolist()
-
-
-def test_a_rejected_draft_is_not_left_in_either_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hold the text but its last token, or the last two where the drafts were all accepted."""
-    from kvpolicy.hf import speculation
-
-    seen: list[tuple[int, int]] = []
-    verify = speculation._Run._verify
-
-    def watched(self: Any, *args: Any) -> Any:
-        result = verify(self, *args)
-        caches: list[PolicyCache] = [self._full, self._draft]
-        seen.append((caches[0].get_seq_length(), caches[1].get_seq_length() + (self._unseen is not None)))
-        return result
-
-    monkeypatch.setattr(speculation._Run, "_verify", watched)
-    kvpolicy.speculate(build("llama"), "window@4", prompt(0, 48), max_new_tokens=13)
-    assert seen[-1][0] == PROMPT + 12
-    assert all(full == draft for full, draft in seen[:-1])

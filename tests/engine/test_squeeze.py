@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,22 @@ from torch import Tensor, nn
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.calibration.layer_profile import profile
+from kvpolicy.engine.attention import attend
+from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
+from kvpolicy.engine.layer_attention import layer_attention
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.protocols import SINGLE_RANK, AttentionNeeds
+from kvpolicy.statistics.attention_sum import AttentionSum
+from kvpolicy.statistics.newest_queries import NewestQueries
+from kvpolicy.statistics.recent_queries import RecentQueries
+from kvpolicy.statistics.statistic import Coming, Tile
+from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
-from tests.reference import allocators
-from tests.reference.allocators.squeeze import squeeze
+from tests.engine.filled import prompted
+from tests.engine.parts import generator
 from tests.sampling import product
 
 LENGTHS = [40, 26, 13]
@@ -199,27 +210,6 @@ def talked(model: Any, policy: str, lengths: list[int], turns: list[int]) -> Pol
     return cache
 
 
-@pytest.mark.parametrize("budget", ["0.25", "0.5", "16"])
-def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
-    cache = talked(deep(), f"squeeze+h2o@{budget}", LENGTHS, [40])
-    got = torch.stack([layer.budget for layer in cache.policy_layers], 1).tolist()
-    for row, cosines, length in zip(got, cache.cosines().tolist(), LENGTHS, strict=True):
-        share: Any = float(budget) if "." in budget else int(budget)
-        total = 8 * allocators.base_budget(share, length)
-        assert row == squeeze(cosines, total, 1, length)
-        assert sum(row) == total
-    assert len({tuple(row[i] * 100 // sum(row) for i in range(8)) for row in got}) > 1, "rows were given one plan"
-
-
-def test_each_layer_keeps_its_own_share() -> None:
-    cache = talked(deep(), "squeeze:keep_share=0.2+window@0.5", [40], [40])
-    budgets = [int(layer.budget) for layer in cache.policy_layers]
-    for layer, budget in zip(cache.policy_layers, budgets, strict=True):
-        assert kept_positions(layer) == [[list(range(40 - budget, 40))] * 2]
-        assert layer.positions.shape[-1] == budget
-    assert max(budgets) > 2 * min(budgets)
-
-
 @product("selector", SELECTORS, sample=[(name,) for name in ("window", "snapkv", "kvzip", "h2o")])
 def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) -> None:
     model = deep()
@@ -235,25 +225,6 @@ def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) ->
         got = talk(model, ids, mask, [40, 1, 1, 6, 1], stored)
     assert torch.allclose(got, want, atol=1e-5)
     assert [kept_positions(a) for a in stored.policy_layers] == [kept_positions(b) for b in online.policy_layers]
-
-
-def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
-    """A layer is done before the next one begins."""
-    model = deep()
-    path = tmp_path / "profile.json"
-    ids, mask = make_batch([40], [40])
-    profile(model, [ids], path)
-    with kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
-        cache = PolicyCache(model)
-        done = list[list[bool]]()
-        hooks = [
-            layer.register_forward_hook(lambda *_: done.append([bool(s.layout.slots) for s in cache.policy_layers]))
-            for layer in model.model.layers
-        ]
-        talk(model, ids, mask, [40], cache)
-        for hook in hooks:
-            hook.remove()
-    assert done == [[i <= at for i in range(8)] for at in range(8)]
 
 
 def test_a_profile_of_another_model(tmp_path: Path) -> None:
@@ -273,8 +244,7 @@ def test_measured_once_per_conversation() -> None:
     model = deep()
     ids, mask = make_batch(LENGTHS, [40, 1, 9])
     with kvpolicy.attach(model, "squeeze+h2o@0.5"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, 40, cache)
+        cache = prompted(model, ids, mask, 40)
         cosines = cache.cosines().clone()
         forward(model, ids, mask, 40, 41, cache)
         forward(model, ids, mask, 41, 50, cache)
@@ -303,3 +273,138 @@ def test_rows_that_begin_in_a_later_chunk_are_measured_then(family: str) -> None
         assert cache.plan is not None and cache.plan.measured
         managed = {layer.layer_idx for layer in cache.policy_layers}
         assert 0 not in managed, "the first layer of these models is a sliding window"
+
+
+def slow_massive(hidden: Tensor, valid: Tensor | None, count: int) -> list[list[bool]]:
+    """Tokens of the largest numbers, one row after the other; of equal numbers, those of earlier tokens."""
+    found: list[list[bool]] = []
+    for b, row in enumerate(hidden.tolist()):
+        numbers = [(-abs(x), t) for t, token in enumerate(row) if valid is None or bool(valid[b, t]) for x in token]
+        best = {t for _, t in sorted(numbers)[:count]}
+        found.append([t in best for t in range(len(row))])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+@pytest.mark.parametrize("padded", [False, True])
+def test_massive_tokens(count: int, padded: bool) -> None:
+    hidden = torch.randn(3, 7, 4, generator=generator(count))
+    hidden[1, 2] *= 100
+    valid = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]).bool()
+    got = massive_tokens(hidden, valid if padded else None, count)
+    assert got.tolist() == slow_massive(hidden, valid if padded else None, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("length", [7, 40])
+def test_of_repeated_tokens_the_earlier_ones_are_found(count: int, length: int) -> None:
+    """What a first layer is given of a prompt that has every token several times."""
+    vectors = torch.randn(3, 4, generator=generator(count))
+    hidden = vectors[torch.randint(3, (2, length), generator=generator(length))]
+    valid = torch.arange(length) >= torch.tensor([[0], [length // 2]])
+    assert massive_tokens(hidden, valid, count).tolist() == slow_massive(hidden, valid, count)
+    alone = massive_tokens(hidden[1:, length // 2 :], None, count)
+    assert massive_tokens(hidden, valid, count)[1:, length // 2 :].equal(alone), "padding changes nothing"
+
+
+def test_more_activations_than_there_are_is_all_tokens() -> None:
+    assert massive_tokens(torch.ones(1, 1, 2), None, 50).tolist() == [[True]]
+
+
+def slow_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> list[float]:
+    """The mean over tokens of one cosine each."""
+    means: list[float] = []
+    for b in range(len(before)):
+        cosines: list[float] = []
+        for t in range(before.shape[1]):
+            if valid is not None and not bool(valid[b, t]):
+                continue
+            x = before[b, t].double().tolist()
+            y = (before[b, t].double() + update[b, t].double()).tolist()
+            sizes = math.dist(x, [0] * len(x)) * math.dist(y, [0] * len(y))
+            cosines.append(sum(a * c for a, c in zip(x, y, strict=True)) / sizes if sizes else 0.0)
+        means.append(sum(cosines) / len(cosines) if cosines else 0.0)
+    return means
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_mean_cosine(padded: bool) -> None:
+    before, update = (torch.randn(4, 5, 6, generator=generator(seed)) for seed in (1, 2))
+    update[0] = -before[0]  # nothing is left, which is like nothing
+    update[1] = -2 * before[1]
+    valid = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    got = sum_cosines(before, update, valid if padded else None).mean
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(slow_cosine(before, update, valid if padded else None), abs=1e-6)
+
+
+def test_half_precision_and_gradients_do_not_matter() -> None:
+    before, update = (torch.randn(1, 4, 8, generator=generator(seed)).bfloat16().requires_grad_() for seed in (1, 2))
+    got = sum_cosines(before, update, None).mean
+    assert not got.requires_grad
+    assert got.tolist() == pytest.approx(slow_cosine(before.detach(), update.detach(), None), abs=1e-5)
+
+
+TRANSFORMS = {
+    "plain": ScoreTransform(0.4),
+    "softcap": ScoreTransform(0.4, softcap=2.0),
+    "sinks": ScoreTransform(0.4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+EVERY = AttentionNeeds(("mean", "variance", "entropy", "total", "value_size"), 5)
+
+
+def pending_of(
+    transform: ScoreTransform, valid: Tensor | None = None, width: int = 5, tokens: int = 19
+) -> tuple[Tensor, PendingPrompt]:
+    """Queries of four heads, and the prompt of three rows with two KV heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    coming = Coming(valid, tokens, torch.zeros(3, dtype=torch.int64), None)
+    recent = RecentQueries(width).begun(coming).added(Tile(q, k, 0, valid, True))
+    summed = AttentionSum(attend(q, k, v, transform, None, valid, True)[1])
+    return q, PendingPrompt(k, v, valid, transform, (summed, recent, NewestQueries(2)))
+
+
+def matrix(q: Tensor, k: Tensor, transform: ScoreTransform, row: int, head: int, own: list[int]) -> Tensor:
+    """Attention of all queries of a head of a row to all of its tokens, fp64 [n, n]."""
+    scores = (q[row, head, own].double() @ k[row, head // 2, own].double().T) * transform.scale
+    if transform.softcap is not None:
+        scores = torch.tanh(scores / transform.softcap) * transform.softcap
+    weights = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).exp()
+    sink = 0.0 if transform.sinks is None else transform.sinks[head].double().exp()
+    return weights / (weights.sum(-1, keepdim=True) + sink)
+
+
+@product("name,padding,width", [*TRANSFORMS], ["none", "left", "between", "all but one"], [5, 9])
+def test_as_whole_matrices(name: str, padding: str, width: int) -> None:
+    transform = TRANSFORMS[name]
+    valid = None if padding == "none" else torch.ones(3, 19, dtype=torch.bool)
+    if valid is not None:
+        valid[1] = torch.arange(19) >= {"left": 7, "between": 0, "all but one": 18}[padding]
+        if padding == "between":
+            valid[1, [0, 4, 5, 17]] = False
+    q, pending = pending_of(transform, valid, width)
+    seen = layer_attention(pending, EVERY, SINGLE_RANK)
+    for row in range(3):
+        own = list(range(19)) if valid is None else valid[row].nonzero()[:, 0].tolist()
+        n = len(own)
+        assert seen.positions[row].tolist() == [*range(n), *[-1] * (19 - n)]
+        assert int(seen.length[row]) == n and int(seen.queries[row]) == min(5, n)
+        for head in range(4):
+            weights = matrix(q, pending.keys, transform, row, head, own)
+            newest = weights[-5:]
+            spread = newest.var(0) if n > 1 else torch.zeros(1)
+            entropy = -(newest * (newest + 1e-10).log()).sum(0)
+            for got, want in (
+                (seen.mean, newest.mean(0)),
+                (seen.variance, spread),
+                (seen.entropy, entropy),
+                (seen.total, weights.sum(0)),
+            ):
+                assert got is not None
+                torch.testing.assert_close(got[row, head, :n].double(), want.double(), rtol=1e-4, atol=1e-6)
+                assert not got[row, head, n:].any()
+            assert seen.value_size is not None
+            size = pending.values[row, head // 2, own].abs().sum(-1).max()
+            torch.testing.assert_close(seen.value_size[row, head // 2], size)

@@ -16,7 +16,7 @@ from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.state import fields
+from kvpolicy.engine.state import fields, tensors
 from kvpolicy.planning.planner import base_tokens
 from kvpolicy.protocols import BoundsBudgets, LayerBounds, nested_from
 from kvpolicy.registry import lookup
@@ -205,9 +205,14 @@ def test_rows_of_a_trimmed_prompt_are_selected() -> None:
     """As beams select them."""
     prompt = Prompt("snapkv:window=2:kernel=3@9", "normal", [TOKENS, 30], 0)
     prompt.trim([20, 12], 4)
-    alone = prompt.pending.map_rows(lambda t: t[1:])
-    assert alone.trimmed is not None and alone.trimmed.view.positions.shape[0] == 1
-    assert alone.trimmed.view.positions.equal(prompt.pending.trimmed.view.positions[1:])  # pyright: ignore
+    held = prompt.pending.trimmed
+    alone = prompt.pending.map_rows(lambda t: t[1:]).trimmed
+    assert held is not None and alone is not None
+    for name in ("positions", "length", "budget"):
+        assert torch.equal(getattr(alone.view, name), getattr(held.view, name)[1:])
+    assert sum(t.nbytes for t in held.tensors) == held.view.positions.nbytes + sum(
+        t.nbytes for t in tensors(held.state)
+    )
 
 
 MEASURED = [
