@@ -86,7 +86,6 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "through the model itself."
         )
     # What a compiled step would change on the host must be the same in every step: prompts, marks, rows that share.
-    tokens = tokens_of(args, kwargs)
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
         raise KVPolicyError(
             "A step must not be compiled before the announced prompt is complete, got one that every layer still "
@@ -115,7 +114,15 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "The forward after hold_next() must not be compiled, since it allocates slots, got a compiled one; try "
             "the uncompiled model, and compile the steps after it."
         )
-    if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
+    check_prompt(module, args, kwargs)
+
+
+def check_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to compile a prompt that is cached; raised, it breaks the graph."""
+    tokens = tokens_of(args, kwargs)
+    if not isinstance(tokens, Tensor) or tokens.shape[1] == 1:
+        return
+    if passed_cache(kwargs) is not None or caches(module, kwargs):
         raise KVPolicyError(
             "A compiled step must have one token under a policy, which computes the budgets of prompts on the host, "
             f"got {tokens.shape[1]}; try the prompt through the model itself, and compile the steps."

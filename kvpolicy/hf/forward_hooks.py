@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from transformers.cache_utils import EncoderDecoderCache
 
 from kvpolicy.hf import forward_calls, forward_checks
@@ -80,6 +81,7 @@ class ForwardHooks:
         if torch.compiler.is_compiling():
             forward_calls.check_step(module, args, kwargs)
             return forward_calls.with_positions(passed_cache(kwargs), args, kwargs)
+        leave_compiler()
         if len(args) > 1:
             args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
@@ -142,7 +144,9 @@ class ForwardHooks:
     def before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose the tile size before the decoder runs: a model around it may make the masks (Gemma-3)."""
         if torch.compiler.is_compiling():
+            forward_calls.check_prompt(module, args, kwargs)
             return
+        leave_compiler()
         tokens = forward_calls.tokens_of(args, kwargs)
         size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
         self.running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
@@ -230,6 +234,16 @@ def take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Let a module with the old name of the cache take it under the new one too."""
     rename_cache(kwargs, OLD)
     return args, kwargs
+
+
+def leave_compiler() -> None:
+    """Run the rest of a call without the compiler, if it was a call of a compiled model.
+
+    Of a forward that is no plain step, PyTorch would compile function by function, each as if it were a part of a
+    compiled step: conditions that hold for one cache are then taken to hold for all. The compiled call that is around
+    this forward turns the compiler on again when it ends, also after an error.
+    """
+    eval_frame.set_eval_frame(None)
 
 
 def end_masks(module: nn.Module, args: Any, output: Any) -> None:
