@@ -61,7 +61,7 @@ def test_positions_count_the_tokens_of_a_row() -> None:
 
 def save_gpt2(folder: Path, positions: int = 256) -> None:
     """A small GPT-2 without a tokenizer, which is not needed."""
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": positions}
+    sizes: dict[str, Any] = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": positions}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)).eval().save_pretrained(folder)
 
 
