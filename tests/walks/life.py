@@ -180,7 +180,8 @@ def check_again(life: Life, new: Callable[[], PolicyCache]) -> None:
     mine = dict(tensors_of(life.cache))
     others = dict(tensors_of(twin))
     assert mine.keys() == others.keys(), sorted(mine.keys() ^ others.keys())
-    assert [name for name, tensor in mine.items() if not same(tensor, others[name])] == []
+    found = [name for name, tensor in mine.items() if not same(tensor, others[name])]
+    assert found == [], found
     assert life.cache.nbytes == twin.nbytes
     assert _stable(life.cache) == _stable(twin)
     if life.logits is not None and out is not None:
