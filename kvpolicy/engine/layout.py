@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import empty_slots, map_slots, map_state, slot_tensors, tensors
+from kvpolicy.engine.state import empty_slots, map_state, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.protocols import Codec, Codes, Layout, State
 
@@ -183,8 +183,3 @@ def fix_addresses(parts: list[State], varying: int = 2) -> None:
             if tensor.dim() > 2:
                 same = [dim for dim in range(1, tensor.dim()) if dim != varying]
                 torch._dynamo.mark_static(tensor, same)  # pyright: ignore[reportPrivateUsage]
-
-
-def cleared(state: State, mask: Tensor) -> State:
-    """A state that is 0 in the slots where `mask` is set."""
-    return map_slots(lambda t: t.masked_fill(mask, 0), state)

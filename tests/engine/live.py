@@ -63,7 +63,7 @@ def leaves_of(thing: Any, seen: dict[int, Any] | None = None, path: str = "") ->
     else:  # such as a plan, which has slots
         parts = [(part.name, getattr(thing, part.name)) for part in fields(thing)] if is_dataclass(thing) else []
     for name, part in parts:
-        if name in ("calibrations", "gate", "basis", "attachment"):  # the model's
+        if name in ("calibrations", "gate", "basis", "attachment", "rope"):  # the model's
             continue
         yield from leaves_of(part, seen, f"{path}.{name}")
 

@@ -109,8 +109,8 @@ def test_full_is_stock_however_many_logits_are_asked_for(
             inputs = {"input_ids": text(2, columns), "attention_mask": mask_of(padding, columns)}
             expected = model(**inputs, logits_to_keep=kept).logits[:, -1]
             with kvpolicy.attach(model, "full"):
-                assert off(model(**inputs, logits_to_keep=kept).logits[:, -1], expected) < 1e-5
-                assert off(model(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -1], expected) < 1e-5
+                assert off(model(**inputs, logits_to_keep=kept).logits[:, -1], expected) < 2e-5
+                assert off(model(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -1], expected) < 2e-5
     finally:
         model.set_attn_implementation("eager")
 

@@ -178,11 +178,12 @@ def test_samples_have_the_distribution_of_the_full_cache(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(speculation._Run, "_forward", logits)
     monkeypatch.setattr(speculation, "PolicyCache", Counted)
+    model: Any = build("llama")
     draws = 2500
     counts = torch.zeros(4, 4, 4, dtype=torch.float64)
     drafted = accepted = 0
     for seed in range(draws):
-        run = speculation._Run(torch.nn.Linear(1, 1), kvpolicy.Policy(), torch.tensor([[1]]), 3, 0.8, seed)
+        run = speculation._Run(model, kvpolicy.Policy(), torch.tensor([[1]]), 3, 0.8, seed)
         tokens, stats = run.tokens(3, 2, frozenset())
         counts[tuple(tokens)] += 1
         drafted += stats.drafted
