@@ -103,8 +103,10 @@ def free_slots(positions: Tensor, capacity: Tensor, group_size: int) -> Tensor:
     crowd = occupied.unflatten(-1, (-1, group_size)).sum(-1, keepdim=True)
     crowd = crowd.expand(*occupied.shape[:2], -1, group_size).flatten(-2)
     beyond = torch.arange(occupied.shape[-1], device=occupied.device) >= capacity[:, None, None]
-    # Stable, so that equally full groups are filled one after the other and not interleaved.
-    return torch.where(occupied | beyond, group_size + 1 + beyond.long(), crowd).argsort(dim=-1, stable=True)
+    # Empty slots beyond the capacity are for a stage that holds more, since its budget was larger. Stable, so that
+    # equally full groups are filled one after the other and not interleaved.
+    behind = torch.where(occupied, 2 * group_size, crowd + beyond * group_size)
+    return behind.argsort(dim=-1, stable=True)
 
 
 class Overflow(NamedTuple):
@@ -149,7 +151,8 @@ def overflow(
     """
     occupied = positions >= 0
     width = block.chosen.shape[-1]
-    lack = block.chosen.sum(-1) - (capacity[:, None] - occupied.sum(-1))
+    # A stage may hold more than its capacity, if the budget has become smaller: then as many leave as come.
+    lack = block.chosen.sum(-1) - (capacity[:, None] - occupied.sum(-1)).clamp_min(0)
     index = order.indices(positions, state, occupied)[..., :width]
     # In the codec's key space, like the block: a token on its way through the stages is not rotated in between.
     victims = TokenBatch(

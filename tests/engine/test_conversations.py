@@ -12,9 +12,10 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.registry import names
+from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.policies import CODECS, GROUPING, SELECTORS, words
 from tests.engine.filled import attached
 from tests.engine.live import tensors_of
 from tests.sampling import each_once, product
@@ -78,6 +79,26 @@ def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> No
         model.generate(longer, cache=cache, do_sample=False, max_new_tokens=30, min_new_tokens=30)
         store = cache.policy_layers[0].store
         assert cache.get_seq_length() == seen + 30 and max(store.contents.expected_len) >= int(store.tensors.budget)
+
+
+APART = [name for name in CODECS if name not in GROUPING]
+
+
+@pytest.mark.parametrize("codec", APART)
+def test_no_token_is_lost_where_a_turn_has_a_smaller_budget(codec: str) -> None:
+    """The end is announced late: stages hold more than their share then, and give way to as many tokens as come."""
+    with attached(words("h2o", codec, budget="1.0"), [30], [30], layers=1) as (model, ids, mask), torch.no_grad():
+        cache = PolicyCache(model)
+        layer = cache.policy_layers[0]
+        forward(model, ids, mask, 0, 26, cache)
+        cache.expect(None, 4)
+        forward(model, ids, mask, 26, 30, cache)
+        assert kept_positions(layer)[0][0] == [*range(30)]
+        for end in range(31, 40):
+            longer = torch.cat([ids, ids], 1)[:, :end]
+            forward(model, longer, torch.ones_like(longer), end - 1, end, cache)
+            check_invariants(layer.store)
+            assert len(kept_positions(layer)[0][0]) == min(end, int(layer.budget))
 
 
 SPECS = [
