@@ -14,10 +14,16 @@ from tests.walks.life import Life, changes, check_sentence, state_of
 
 
 class Acting:
-    """Does operations in random modes, and notes them."""
+    """Does operations in random modes, and notes them.
+
+    Attributes:
+        dice: What draws.
+        modes: The modes, of which one is drawn for each operation.
+    """
 
     def __init__(self, dice: Random, notes: list[str]) -> None:
         self.dice = dice
+        self.modes: list[Callable[[], Any]] = [torch.no_grad, torch.no_grad, torch.inference_mode]
         self._notes = notes
 
     def note(self, words: str) -> None:
@@ -36,7 +42,7 @@ class Acting:
         """
         before = state_of(life.cache)
         self.note(f"{life.name}: {words}")
-        mode = torch.inference_mode() if self.dice.random() < 0.3 else torch.no_grad()
+        mode = self.dice.choice(self.modes)()
         try:
             with mode:
                 return True, operation(life.cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -24,12 +25,13 @@ FAMILIES = [
     *["gpt2", "opt", "gpt_neox", "falcon_grouped"],
 ]
 BUDGETS = ["0.5", "0.7", "0.3:least=12", "0.9", "16", "24", "40", "20KB", "60KB", "1.0"]
+DTYPES = (torch.float32, torch.float32, torch.bfloat16)
 SKIPPED = ["1-0", "0-1", "1-1", "last:1", "first:1"]
 
 
-def draw_model(dice: Random) -> Any:
+def draw_model(dice: Random, dtypes: Sequence[torch.dtype]) -> Any:
     """A small model of any family."""
-    return build(dice.choice(FAMILIES), dice.choice([torch.float32, torch.float32, torch.bfloat16]))
+    return build(dice.choice(FAMILIES), dice.choice(dtypes))
 
 
 def draw_policy(dice: Random) -> str:

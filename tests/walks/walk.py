@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,12 +38,12 @@ class Walk:
         notes: What was done, a line each.
     """
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, dtypes: Sequence[torch.dtype] = drawing.DTYPES) -> None:
         self.notes: list[str] = []
         self._dice = Random(seed)
         self._acting = Acting(self._dice, self.notes)
         self._folder = folder
-        self._model = drawing.draw_model(self._dice)
+        self._model = drawing.draw_model(self._dice, dtypes)
         self._handle = drawing.attach(self._dice, self._model)
         self._lives: list[Life] = []
         self._made = 0
@@ -134,10 +134,14 @@ class Walk:
         self._lives.append(child)
         return child
 
+    def _check_again(self, life: Life) -> None:
+        """The same operations on a new cache make the same cache."""
+        check_again(life, self._new)
+
     def _check(self, life: Life) -> None:
         if life.marked:
             return
-        check_again(life, self._new)
+        self._check_again(life)
         if self._rows_are_alone and life.cache.rows is None and life.cache.is_initialized:
             self._check_row(life, self._dice.randrange(len(life.rows)))
 
@@ -171,13 +175,14 @@ class Walk:
 
     # Tokens
 
-    def _run(self, ids: Tensor, mask: Tensor, start: int) -> Operation:
-        """Columns `start` to the end through the model."""
+    def _run(self, ids: Tensor, mask: Tensor, start: int, model: Any = None) -> Operation:
+        """Columns `start` to the end through the model, or a compiled one."""
+        model = self._model if model is None else model
         places = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:]
         given: dict[str, Any] = {"position_ids": places} if self._has_positions else {}
         if not bool(mask.all()):
             given["attention_mask"] = mask
-        return lambda cache: self._model(ids[:, start:], cache=cache, use_cache=True, **given).logits
+        return lambda cache: model(ids[:, start:], cache=cache, use_cache=True, **given).logits
 
     def _feed(self, life: Life, size: int | None = None) -> None:
         """A prompt, a chunk or a step, with padding in front of some rows."""
@@ -330,7 +335,7 @@ class Walk:
         life.logits = past.logits
         if self._holds and len(kept) > 1 and life.cache.announced.prompt is not None:
             life.begin_anew()  # a held prompt takes single tokens in as chunks, and under a mark as steps
-        check_again(life, self._new)
+        self._check_again(life)
 
     def _crop(self, life: Life) -> None:
         dice = self._dice
@@ -430,7 +435,7 @@ class Walk:
             child.history.append(operation)
             child.tell_rows(operation)
         check_cache(child)
-        check_again(child, self._new)
+        self._check_again(child)
         if len(self._lives) > 4:
             self._lives.pop(0)
 
