@@ -25,14 +25,13 @@ from kvpolicy_eval.pictures.scene import kept, scene
 from kvpolicy_eval.pictures.selectors import PICTURES as SELECTORS
 from kvpolicy_eval.pictures.selectors import headline, image
 from kvpolicy_eval.pictures.style import BLUE, DARK, INK, ORANGE, PALE, svg
+from tests.conformance.policies import WRAPPERS
 
 DOCS = Path(__file__).parents[3] / "docs"
 HEADINGS = ["Formula", "Source and differences", "Cost and limits", "Measured", "Citation"]
 OPTIONS = "Options"
 """Heading behind the formula, on pages that say more of options than their docstrings do."""
 LAYER = scenes.RETRIEVES
-WRAPPERS = ("kvcrush", "critical", "caote", "chunk")
-"""Selectors whose statistics are those of their base, and more."""
 
 
 @pytest.fixture(scope="module")
