@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html.parser import HTMLParser
 
-VOID = ("meta", "br", "hr", "img")
+VOID = ("meta", "br", "hr", "img", "input", "link")
 """Tags that are not closed."""
 
 

@@ -27,6 +27,14 @@ from kvpolicy.statistics import NewestQueries, RecentQueries
 from kvpolicy.text.budget import least_of
 from kvpolicy.text.errors import KVPolicyError
 
+LEAVE_COMPILER = eval_frame.set_eval_frame
+"""Called with None, runs the rest of a call without the compiler, if it was a call of a compiled model.
+
+Of a forward that is no plain step, PyTorch would compile function by function, each as if it were a part of a compiled
+step: conditions that hold for one cache are then taken to hold for all. The compiled call that is around this forward
+turns the compiler on again when it ends, also after an error.
+"""
+
 
 class Running(threading.local):
     """The forward of a thread. Hooks belong to the model, and several threads may run it, each with a cache of its own.
@@ -81,7 +89,7 @@ class ForwardHooks:
         if torch.compiler.is_compiling():
             forward_calls.check_step(module, args, kwargs)
             return forward_calls.with_positions(passed_cache(kwargs), args, kwargs)
-        leave_compiler()
+        LEAVE_COMPILER(None)
         if len(args) > 1:
             args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
@@ -146,7 +154,7 @@ class ForwardHooks:
         if torch.compiler.is_compiling():
             forward_calls.check_prompt(module, args, kwargs)
             return
-        leave_compiler()
+        LEAVE_COMPILER(None)
         tokens = forward_calls.tokens_of(args, kwargs)
         size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
         self.running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
@@ -234,16 +242,6 @@ def take_new_name(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Let a module with the old name of the cache take it under the new one too."""
     rename_cache(kwargs, OLD)
     return args, kwargs
-
-
-def leave_compiler() -> None:
-    """Run the rest of a call without the compiler, if it was a call of a compiled model.
-
-    Of a forward that is no plain step, PyTorch would compile function by function, each as if it were a part of a
-    compiled step: conditions that hold for one cache are then taken to hold for all. The compiled call that is around
-    this forward turns the compiler on again when it ends, also after an error.
-    """
-    eval_frame.set_eval_frame(None)
 
 
 def end_masks(module: nn.Module, args: Any, output: Any) -> None:

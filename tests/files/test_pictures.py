@@ -186,7 +186,8 @@ def test_crops_bring_offsets_back() -> None:
         model.generate(**more | {"attention_mask": torch.ones_like(ids)}, **{CACHE: text}, max_new_tokens=1)
         assert text.policy_layers[0].rope_deltas is not None
         text.crop(-columns)
-        assert torch.equal(go_on(model, text), go_on(model, copied))
+        # In another number of slots, sums are in another order.
+        torch.testing.assert_close(go_on(model, text), go_on(model, copied), rtol=0, atol=1e-5)
 
 
 def test_text_after_a_picture_is_text() -> None:
