@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
@@ -25,6 +26,14 @@ from kvpolicy.text.errors import KVPolicyError, KVPolicyStateError
 
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""
+
+LEAVE_COMPILER = eval_frame.set_eval_frame
+"""Called with None, runs the rest of a call without the compiler, if it was a call of a compiled model.
+
+Of a forward that is no plain step, PyTorch would compile function by function, each as if it were a part of a compiled
+step: conditions that hold for one cache are then taken to hold for all. The compiled call that is around this forward
+turns the compiler on again when it ends, also after an error.
+"""
 
 _REPLACED = "_kvpolicy_replaced"
 """Attribute of a stock cache that a PolicyCache replaced; copies have it too, unlike entries of a weak dictionary."""
@@ -127,6 +136,15 @@ def check_prompt(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "A compiled step must have one token under a policy, which computes the budgets of prompts on the host, "
             f"got {tokens.shape[1]}; try the prompt through the model itself, and compile the steps."
         )
+
+
+def runs_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a module around the decoder is compiled; a prompt that is cached leaves the compiler."""
+    if torch.compiler.is_compiling():
+        check_prompt(module, args, kwargs)
+        return True
+    LEAVE_COMPILER(None)
+    return False
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from transformers.cache_utils import EncoderDecoderCache
 
 from kvpolicy.hf import forward_calls, forward_checks
@@ -26,14 +25,6 @@ from kvpolicy.reporting.logging import log_compressed, log_tile, warn_beyond_tra
 from kvpolicy.statistics import NewestQueries, RecentQueries
 from kvpolicy.text.budget import least_of
 from kvpolicy.text.errors import KVPolicyError
-
-LEAVE_COMPILER = eval_frame.set_eval_frame
-"""Called with None, runs the rest of a call without the compiler, if it was a call of a compiled model.
-
-Of a forward that is no plain step, PyTorch would compile function by function, each as if it were a part of a compiled
-step: conditions that hold for one cache are then taken to hold for all. The compiled call that is around this forward
-turns the compiler on again when it ends, also after an error.
-"""
 
 
 class Running(threading.local):
@@ -89,7 +80,7 @@ class ForwardHooks:
         if torch.compiler.is_compiling():
             forward_calls.check_step(module, args, kwargs)
             return forward_calls.with_positions(passed_cache(kwargs), args, kwargs)
-        LEAVE_COMPILER(None)
+        forward_calls.LEAVE_COMPILER(None)
         if len(args) > 1:
             args, kwargs = forward_checks.by_name(self._names, args, kwargs)
         rename_cache(kwargs, self._cache_name)
@@ -151,10 +142,8 @@ class ForwardHooks:
 
     def before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose the tile size before the decoder runs: a model around it may make the masks (Gemma-3)."""
-        if torch.compiler.is_compiling():
-            forward_calls.check_prompt(module, args, kwargs)
+        if forward_calls.runs_compiled(module, args, kwargs):
             return
-        LEAVE_COMPILER(None)
         tokens = forward_calls.tokens_of(args, kwargs)
         size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
         self.running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None

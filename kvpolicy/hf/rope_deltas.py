@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import passed_cache
 from kvpolicy.hf.discovery import ROPE_DELTAS
+from kvpolicy.hf.forward_calls import runs_compiled
 from kvpolicy.hf.forward_checks import by_name
 
 
@@ -71,7 +72,7 @@ class RopeDeltas:
         counts = named.get("position_ids") is None
         if counts and isinstance(cache, PolicyCache):
             self.show(cache)
-        if torch.compiler.is_compiling():
+        if runs_compiled(module, args, kwargs):
             return
         self._thread.counts = counts
         is_new = not cache.is_initialized if isinstance(cache, PolicyCache) else not (cache and cache.get_seq_length())
