@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for place, item in enumerate(items) if place in mine]
 
 
+@pytest.fixture
+def fresh_compiler() -> Generator[None]:
+    """What other tests compiled counts in no recompilation of this one, nor the other way round."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures need it
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test without a tool that it needs, unless the tests with this marker are what was asked for."""

@@ -15,6 +15,7 @@ from kvpolicy.engine.layer_index import LayerIndex
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.page_geometry import PageGeometry
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.protocols import ALL_HEADS, SMALLEST_HEAD, DecodeMode, HeadShape, StageStore, State, View
 from kvpolicy.selectors.blocks import BlockAttention, OpenTokens
@@ -53,6 +54,28 @@ def slots_of(store: LayerStore) -> SlotGeometry:
     """The slots of a layer without head budgets."""
     assert store.slots is not None
     return store.slots
+
+
+def prompted_store(
+    selector: Any, drawn: tuple[Tensor, Tensor, Tensor], budget: int, expected: int | None = None, decode: Any = "evict"
+) -> LayerStore:
+    """A layer that holds a prompt, of one row, under a selector.
+
+    Args:
+        selector: The selector.
+        drawn: Queries, keys and values of the prompt.
+        budget: How many tokens it may hold.
+        expected: How many tokens it has slots for; as many by default.
+        decode: What steps do.
+    """
+    q, k, v = drawn
+    store = LayerStore(LayerSpec(0, selector, Plain(), decode))
+    store.initialize(k)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
+    keep = torch.tensor([budget])
+    slots = keep if expected is None else torch.tensor([expected])
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), slots))
+    return store
 
 
 def index_of(store: LayerStore) -> LayerIndex:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -30,18 +30,12 @@ from tests.engine.graphs import Graphs
 from tests.engine.parts import slots_of
 from tests.sampling import pairwise, product
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 PROMPT = 24
 STEPS = 18
 LAYERS = 2
 """The time to compile grows with the layers. Two are the first, and one behind it, of each group of calibrations."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Generator[None]:
-    """Compiled code of other tests is none of ours."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def decode(model: Any, compiled: Any, rows: list[int], steps: int) -> tuple[Tensor, PolicyCache]:

@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -24,16 +23,11 @@ from tests.conformance.play import make_batch
 from tests.conformance.policies import words
 from tests.engine.graphs import Counter
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
 KIVI = "kivi:group_size=4:residual_length=4"
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Generator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def generate(model: Any, rows: list[int], how: dict[str, Any], **more: Any) -> Tensor:

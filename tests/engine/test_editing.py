@@ -13,12 +13,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
-from kvpolicy.codecs.plain import Plain
-from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.editing import check_movable
-from kvpolicy.engine.layer_spec import LayerSpec
-from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf import journal
 from kvpolicy.text.errors import KVPolicyStateError, KVPolicyTypeError
 from tests.conformance.access import kept_positions, store_of
@@ -26,7 +21,7 @@ from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import words
 from tests.engine.filled import attached, prompted
-from tests.engine.parts import Ranking, slots_of
+from tests.engine.parts import Ranking, prompted_store, slots_of
 from tests.engine.test_rollback import same
 from tests.readers.bench import draw
 from tests.sampling import each_once, product
@@ -439,11 +434,6 @@ def test_a_crop_may_run_in_another_mode_than_the_prompt(steps: int, inference: b
 def test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all(budget: int, kept: bool) -> None:
     """Slot n holds token n, as without an eviction, but there are fewer of them than tokens were seen."""
     selector: Any = Ranking(score=lambda state, seen, view: -view.positions.float())
-    store = LayerStore(LayerSpec(0, selector, Plain(), "evict"))
-    q, k, v = draw(PROMPT, 0)
-    store.initialize(k)
-    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
-    keep = torch.tensor([budget])
-    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+    store = prompted_store(selector, draw(PROMPT, 0), budget)
     assert store.tensors.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
     assert store.journal.keeps_all() == kept

@@ -27,14 +27,13 @@ from kvpolicy.engine.layout import (
     slots_needed,
 )
 from kvpolicy.engine.rank_schedule import RankSchedule
-from kvpolicy.engine.row_limits import RowBudget, RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, with_dictionary
 from kvpolicy.protocols import SINGLE_RANK, Layout, View, traits_for
 from kvpolicy.statistics import Results
-from kvpolicy.statistics.windows import ScoreTransform
 from tests.conformance.fakes import Fake
-from tests.engine.parts import Ranking, Worth, generator
+from tests.engine.parts import Ranking, Worth, generator, prompted_store
 from tests.readers.bench import draw
 from tests.sampling import product
 
@@ -120,12 +119,7 @@ class RankingAgain(Ranking):
 @pytest.mark.parametrize("by", [5, -3])
 def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
     selector: Any = RankingAgain()
-    store = LayerStore(LayerSpec(0, selector, Plain(), "evict"))
-    q, k, v = draw(PROMPT, 1)
-    store.initialize(k)
-    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
-    keep = torch.tensor([PROMPT])
-    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+    store = prompted_store(selector, draw(PROMPT, 1), PROMPT)
     note_move(store, by)
     assert store.tensors.length.tolist() == [PROMPT + by] and int(store.tensors.columns) == PROMPT + by
     due = [bool(store.contents.schedule.due(store.tensors.length + more, store.tensors.budget)) for more in range(6)]
@@ -135,13 +129,7 @@ def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
 def test_more_slots_leave_a_larger_budget_as_it_is() -> None:
     """A budget may exceed all tokens that were announced: slots follow as they come."""
     selector: Any = Ranking(decode="grow")
-    store = LayerStore(LayerSpec(0, selector, Plain(), "grow"))
-    q, k, v = draw(PROMPT, 1)
-    store.initialize(k)
-    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
-    keep = torch.tensor([60])
-    expected = torch.tensor([PROMPT])
-    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), expected))
+    store = prompted_store(selector, draw(PROMPT, 1), 60, expected=PROMPT, decode="grow")
     for more, budget in ((20, 60), (48, 60), (50, 62)):
         store.reserve(more)
         assert store.contents.expected_len == [PROMPT + more] and store.tensors.budget.tolist() == [budget]

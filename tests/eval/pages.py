@@ -19,10 +19,10 @@ def text_at(page: Path, place: str) -> str:
 
 def cells(text: str) -> list[list[str]]:
     """The rows of all tables without their heads, and without the marks of code."""
-    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    heads = [text.splitlines()[at - 1] for at, line in enumerate(text.splitlines()) if line.startswith("|---")]
-    rows = [[cell.strip(" `") for cell in line] for line in lines if "| " + " | ".join(line) + " |" not in heads]
-    return rows
+    lines = text.splitlines()
+    heads = [lines[at - 1] for at, line in enumerate(lines) if line.startswith("|---")]
+    rows = [line for line in lines if line.startswith("| ") and line not in heads]
+    return [[cell.strip(" `") for cell in row[2:-2].split(" | ")] for row in rows]
 
 
 def first_lines(file: Path, count: int, folder: Path) -> Path:

@@ -190,9 +190,9 @@ def test_crops_bring_offsets_back() -> None:
         torch.testing.assert_close(go_on(model, text), go_on(model, copied), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_picture_through_a_compiled_model_leaves_its_offsets() -> None:
     """Though the forward of a prompt is not compiled, the hooks around it begin in a call that is."""
-    torch.compiler.reset()
     model = fresh("qwen2_5_vl")
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         compiled = torch.compile(model, backend="eager")
@@ -202,7 +202,6 @@ def test_a_picture_through_a_compiled_model_leaves_its_offsets() -> None:
             run(compiled, ours, **pictures.prompt())
             assert ours.policy_layers[0].rope_deltas == theirs.policy_layers[0].rope_deltas != [0]
             torch.testing.assert_close(go_on(model, ours), go_on(model, theirs), rtol=0, atol=1e-5)
-    torch.compiler.reset()
 
 
 def test_text_after_a_picture_is_text() -> None:

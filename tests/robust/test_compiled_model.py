@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -13,19 +12,13 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.engine.live import tensors_of
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 CASES = [
     ("llama", "squeeze+kvzip@0.5", {}),
     ("gpt2", "lava:window=6:kernel=3+scissorhands@60KB", {"chunks": "hold"}),
     ("gemma3", "snapkv:window=4@0.5", {"tile": 4}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Generator[None]:
-    """Compiled code of other tests is none of ours."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
 from kvpolicy_eval.bench.models import llama
 from tests.engine.graphs import Counter
 from tests.serving.servers import client_of, running
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -24,13 +24,6 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "stop": ["7", "no\n"]},
 ]
 """What requests ask for besides their lengths."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Generator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def model_and_tokenizer() -> tuple[Any, Any]:

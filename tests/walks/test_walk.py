@@ -28,8 +28,7 @@ def test_the_life_of_caches(seed: int, tmp_path: Path) -> None:
 @product("seed", range(500), sample=[(seed,) for seed in range(6)])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_the_life_of_caches_with_compiled_steps(seed: int, tmp_path: Path) -> None:
-    torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=200):  # else many steps of one model run uncompiled
         run(CompiledWalk(seed, tmp_path), seed)
-    torch.compiler.reset()
