@@ -57,7 +57,8 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
 
     Args:
         store: The store.
-        snapshot: The content; its tensors become the store's, unless they are on another device.
+        snapshot: The content, which is copied: tensors that lie in a file begin at any byte, and sums over memory that
+            is not aligned round otherwise.
         ranks: The ranks that hold the layer's other heads.
         dtype: Dtype of keys and values.
         device: Device of the layer.
@@ -77,7 +78,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         own = torch.device("cpu") if store.tensors.host and name in HOST_PARTS else device
 
         def filled(_: Tensor, given: Iterator[Tensor] = given, own: torch.device = own) -> Tensor:
-            return next(given).to(own)
+            return next(given).to(own, copy=True)
 
         store.tensors.set_part(name, map_state(filled, part))
     store.contents.forget_columns()

@@ -29,7 +29,7 @@ from kvpolicy.hf.replay import replay
 from kvpolicy.hf.rows import Rows
 from kvpolicy.hf.running_forward import RunningForward, newest_valid, refuse_gradients
 from kvpolicy.hf.shared_keys import ReadingLayer, attend_shared
-from kvpolicy.hf.states import States
+from kvpolicy.hf.states import IdleRows, States
 from kvpolicy.hf.tiles import TiledCache
 from kvpolicy.hf.transcript import extended
 from kvpolicy.kernels.rotary import rope_offset
@@ -106,6 +106,13 @@ class CacheForward(TiledCache):
         return all(layer.holds_prompt for layer in self.policy_layers)
 
     @property
+    def awaits_chunk(self) -> bool:
+        """Whether the next tokens are a part of an announced prompt that is compressed as a whole."""
+        first = self.policy_layers[0]
+        is_held = self.attachment.chunks == HOLD and first.is_initialized
+        return is_held and self.announced.follows(first.length, 0, None)
+
+    @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward unless they come and go."""
         if self.rows is not None:
@@ -166,6 +173,8 @@ class CacheForward(TiledCache):
         if is_step and (self.journal.mark is not None or self.journal.is_shared):
             self.journal.note_step(self.layers)
         self.counts_columns = position_ids is None or (self.counts_columns and self.is_initialized)
+        if self.attachment.model_shape.states:
+            forward.idle = IdleRows.of(self.layers, newest_valid(mask, tokens.shape[1]))
         forward.runs = True
         forward.missing = {*self._attending}
         self.forward = forward
@@ -369,6 +378,8 @@ class CacheForward(TiledCache):
                 "which checkpoints gradients in training mode, or was replaced after attaching; try model.eval(), or "
                 "attach last."
             )
+        if forward.idle is not None:
+            forward.idle.restore(self.layers)
         if not forward.is_step:
             self._end_prompts(decoder)
         # After all layers are compressed: if one fails, the layers disagree, and the next forward is refused.

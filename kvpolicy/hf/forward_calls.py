@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import CACHE, LAYER_NAMES, passed_cache
 from kvpolicy.hf.discovery import home
@@ -18,6 +19,7 @@ from kvpolicy.hf.latent import TakesLatents
 from kvpolicy.hf.latent_attention import LatentAttention
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.running_forward import newest_valid
 from kvpolicy.hf.shared_keys import ReadingLayer
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
@@ -107,6 +109,9 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 "A step must not be compiled under a mark if layers have states, which are copied before each step, "
                 "got a compiled one; try it uncompiled."
             )
+        valid = newest_valid(kwargs.get("attention_mask"), 1)
+        if cache.attachment.model_shape.states and valid is not None:
+            assert_async(valid.all(), "every row must have a token in a compiled step if layers have states")
         windows = cache.attachment.model_shape.unmanaged
         if cache.journal.mark is not None and windows:
             raise KVPolicyStateError(

@@ -154,6 +154,8 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             f"{float(mask[(mask != 0) & (mask != 1)][0]):g}; try 1 for a token and 0 for padding."
         )
     first = cache.policy_layers[0]
+    if new > 1 and cache.attachment.model_shape.states:
+        _check_gaps(mask[:, -new:].bool(), first.length > 0 if first.is_initialized else None)
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError(
             f"The attention mask must show at least one token, got only padding in all {rows} row(s); try 1 for each "
@@ -171,6 +173,23 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
             assert_async(same.all(), f"{said}.")
+
+
+def _check_gaps(valid: Tensor, begun: Tensor | None) -> None:
+    """Refuse padding between the tokens of a row, which moves the states of layers.
+
+    Args:
+        valid: Which of the new tokens are not padding, [B, P] bool.
+        begun: Which rows have tokens before, [B] bool; None if none has.
+    """
+    follows = valid.cummax(-1).values if begun is None else valid.cummax(-1).values | begun.to(valid.device)[:, None]
+    precedes = valid.flip(-1).cummax(-1).values.flip(-1)
+    gaps = (follows & precedes & ~valid).any(-1)
+    if bool(gaps.any()):
+        raise KVPolicyError(
+            "Padding must not stand between the tokens of a row if layers have states, which it would move, got some "
+            f"in row {int(gaps.long().argmax())}; try rows with equally many new tokens, or each in a cache of its own."
+        )
 
 
 def check_rows(model: nn.Module, cache: PolicyCache, names: list[str], learned: int | None) -> None:

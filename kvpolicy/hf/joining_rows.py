@@ -144,7 +144,7 @@ def _check_other(cache: CacheForward, rows: Rows, other: Any) -> None:
             f"A row must be of the same model and policy as its cache, got {other.policy} instead of {cache.policy}; "
             "try kvpolicy.PolicyCache(model) while the policy of the rows is attached."
         )
-    if not other.is_initialized or not other.has_prompt or other.holds_next:
+    if not other.is_initialized or not other.has_prompt or other.holds_next or other.awaits_chunk:
         raise KVPolicyStateError(
             "A row must be filled with a cache that holds a whole prompt, got one that does not; try to run the prompt "
             "first."

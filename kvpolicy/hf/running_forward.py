@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.engine.decode import SharedStep, Step
 from kvpolicy.engine.shown_prompt import ShownPrompt
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.states import IdleRows
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.text.errors import KVPolicyStateError
 
@@ -33,6 +34,7 @@ class RunningForward:
         wants_cosines: Whether the residual stream of layers is measured.
         wants_massive: Whether a codec needs the largest activations of its tokens.
         compares_layers: Whether the budget is divided when all layers were measured.
+        idle: Rows without a token, whose states must stay; None if there are none, or no states.
 
         shared: What the layers of a decode step share.
         missing: Layers that have not attended yet.
@@ -57,6 +59,7 @@ class RunningForward:
     wants_cosines: bool = False
     wants_massive: bool = False
     compares_layers: bool = False
+    idle: IdleRows | None = None
 
     shared: SharedStep | None = None
     missing: set[int] = field(default_factory=set[int])

@@ -133,7 +133,7 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
             continue  # it has a state alone, or reads the keys of another layer
         device = device_of(sites[index].attention)
         if isinstance(layer, DynamicSlidingWindowLayer):
-            keys, values = (own[name].to(device) for name in ("keys", "values"))
+            keys, values = (own[name].to(device, copy=True) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys = keys
             layer.values = values
@@ -146,7 +146,7 @@ def restore_cache(cache: CacheForward, model: nn.Module, content: CacheFile, wha
         check_calibrations(header, cache, what)
     cache.set_numbers(header["cache"])
     own = cache.policy_layers[0]
-    own.hold_digest(held["digest"].to(own.length.device))
+    own.hold_digest(held["digest"].to(own.length.device, copy=True))
     own.rope_deltas = held[ROPE_DELTAS].tolist() if header.get("has_rope_deltas") else None
     cache.journal.known = KnownTokens.of(held[TOKENS]) if header["has_tokens"] else None
     plan = header["plan"]

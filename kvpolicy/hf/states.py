@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,42 @@ class States(LinearAttentionLayer):
     def forget_states(self) -> None:
         """Forget the states: zeroed ones, as transformers leaves them, would keep their number of rows."""
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+
+
+class IdleRows(NamedTuple):
+    """Rows without a token in the forward that runs, and the states that they keep.
+
+    The modules of transformers ignore the mask in a forward of one token per row, and take padding for zeros in others:
+    both move the state of a row.
+
+    Attributes:
+        rows: Which rows have no token, [B] bool.
+        states: Copies of the states of each layer before the forward, by its index.
+    """
+
+    rows: Tensor
+    states: dict[int, list[Tensor]]
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], valid: Tensor | None) -> IdleRows | None:
+        """Those of a forward that begins; None if every row has a token.
+
+        Args:
+            layers: All layers of the cache.
+            valid: Which of the new tokens are not padding, [B, P] bool; None if all are.
+        """
+        if valid is None or bool(valid.any(-1).all()):
+            return None
+        states = {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
+        return cls(~valid.any(-1), states)
+
+    def restore(self, layers: Sequence[Any]) -> None:
+        """Give these rows back their states after the forward, in place; those that had none begin with zeros."""
+        for index, copies in self.states.items():
+            states = layers[index].named_states().values()
+            for state, copied in zip(states, copies or map(torch.zeros_like, states), strict=True):
+                rows = self.rows.to(state.device).view(-1, *[1] * (state.dim() - 1))
+                state.copy_(torch.where(rows, copied, state))
 
 
 def _place(name: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ That is: plans, rows, forks, marks, files, resets, shared prefixes and compiled 
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvpolicy.hf.projection import matrix_of
 from kvpolicy.hf.states import States
 from tests.conformance.masked import differences
 from tests.conformance.models import LATENT, SHARED, build
-from tests.conformance.play import TURNS, make_batch
+from tests.conformance.play import TURNS, forward, make_batch
 from tests.engine.filled import prefilled, step, text
 
 STATES = ["qwen3_5", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h"]
@@ -218,6 +219,42 @@ def test_tiles_keep_what_one_piece_keeps(family: str, padding: int) -> None:
             found.append((logits, [layer.head_positions.sort().values for layer in handle.cache.policy_layers]))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-4)
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("family", [*STATES, "kimi_linear"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_rows_without_a_token_keep_their_states(family: str, begun: bool) -> None:
+    """In a step and in a chunk, of a row with tokens before, and of one that is padding alone so far."""
+    model = build(family)
+    ids = text(2, 37)
+    mask = torch.ones_like(ids)
+    mask[1, 20 if begun else 0 : 26] = 0
+    columns = [0, 20, 21, 26, 36, 37]
+    with kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        pieces = [forward(model, ids, mask, start, end, cache) for start, end in itertools.pairwise(columns)]
+        for row, found in enumerate(torch.cat(pieces, 1)):
+            seen = mask[row].bool()
+            expected = model(ids[row, seen][None]).logits[0]
+            assert torch.allclose(found[seen], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(("first", "row"), [([[1, 0, 1], [1, 1, 1]], 0), ([[0, 0, 1], [0, 1, 0]], None)])
+def test_padding_between_tokens_would_move_states(first: list[list[int]], row: int | None) -> None:
+    """Within a forward, and in front of the later tokens of a row, but not before or behind all."""
+    model = build("lfm2")
+    ids, mask = text(2, 5), torch.tensor([[*line, 1, 1] for line in first])
+    start, end = 0, 3
+    with kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        if row is None:
+            forward(model, ids, mask, 0, 3, cache)
+            row, start, end = 1, 3, 5
+            mask[1, 3] = 0
+        before = states(cache)
+        with pytest.raises(kvpolicy.KVPolicyError, match=f"between the tokens of a row .* in row {row}; try rows with"):
+            forward(model, ids, mask, start, end, cache)
+        assert all(map(torch.equal, before, states(cache)))
 
 
 def test_what_a_state_does_not_allow_is_refused() -> None:

@@ -258,6 +258,13 @@ def test_a_row_whose_answer_was_not_announced_has_slots_to_the_end(policy: str) 
         assert rows.policy_layers[0].length.tolist() == [0, LONGEST]
 
 
+def awaiting(cache: PolicyCache) -> PolicyCache:
+    """A copy that is told of more tokens of its prompt."""
+    copied = cache.fork()
+    copied.expect(40, 4)
+    return copied
+
+
 REFUSED: dict[str, Callable[[PolicyCache, PolicyCache], object]] = {
     "row must be between 0 and 1, got 2": lambda rows, cache: rows.put(2, cache),
     "row must be free to be filled, got 0": lambda rows, cache: rows.put(0, cache),
@@ -265,6 +272,7 @@ REFUSED: dict[str, Callable[[PolicyCache, PolicyCache], object]] = {
     "a kvpolicy.PolicyCache of one row, got int": lambda rows, cache: rows.put(1, 5),  # pyright: ignore[reportArgumentType]
     "with a cache must be called on an ordinary cache": lambda rows, cache: rows.put(1, rows),
     "A row must be filled with a cache of one row, got 2": lambda rows, cache: rows.put(1, cache.fork([0, 0])),
+    "must be filled with a cache that holds a whole prompt": lambda rows, cache: rows.put(1, awaiting(cache)),
     "must be called on a cache whose rows come and go": lambda rows, cache: cache.drop(0),
     r"crop\(\) must be called on an ordinary cache": lambda rows, cache: rows.crop(-1),
     r"save\(\) must be called on an ordinary cache": lambda rows, cache: rows.save("nowhere"),
@@ -275,7 +283,7 @@ REFUSED: dict[str, Callable[[PolicyCache, PolicyCache], object]] = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_rows_refuse_changes_nothing(message: str) -> None:
     model = build("llama", layers=2)
-    with torch.no_grad(), kvpolicy.attach(model, "h2o@16") as handle:
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@16", chunks="hold") as handle:
         rows = handle.rows(2, LONGEST)
         cache = prompted(model, text(1, 30))[0]
         rows.put(0, cache)

@@ -24,6 +24,7 @@ from tests.conformance.access import static_tensors
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import MERGERS, star_of_three, words
+from tests.engine.live import tensors_of
 from tests.sampling import product
 
 TURNS = [26, 1, 1, 1, 1, 1, 6, 1, 1, 1, 1, 1, 1]
@@ -78,8 +79,9 @@ def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor) -> list[Ten
 
 
 def check_same(model: Any, path: Path, cache: PolicyCache, ids: Tensor, mask: Tensor) -> None:
-    """A loaded cache and the one that was saved say the same, and go on alike."""
+    """A loaded cache and the one that was saved say the same, and go on alike, from memory that is aligned alike."""
     loaded = PolicyCache.load(model, path)
+    assert all(t.untyped_storage().data_ptr() % 64 == 0 for _, t in tensors_of(loaded))
     assert _told(loaded) == _told(cache)
     assert loaded.plan == cache.plan and loaded.policy == cache.policy and loaded.nbytes == cache.nbytes
     rows = zip(go_on(model, cache, ids, mask), go_on(model, loaded, ids, mask), strict=True)

@@ -19,7 +19,8 @@ class CompiledWalk(Walk):
     """Does to caches what a `Walk` does, with two of three steps through the compiled model.
 
     Their history is of uncompiled steps, so that both are compared. How many free slots a cache has may differ: `tick`
-    adds them before they are needed. An inference tensor cannot be written by a compiled step outside of its mode.
+    adds them before they are needed. An inference tensor cannot be written by a compiled step outside of its mode. A
+    compiled step must have a token in every row if layers have states.
 
     Attributes:
         compiled: How many steps were compiled.
@@ -33,7 +34,8 @@ class CompiledWalk(Walk):
 
     def _run(self, ids: Tensor, mask: Tensor, start: int, model: Any = None) -> Operation:
         uncompiled = super()._run(ids, mask, start)
-        if not start or ids.shape[1] > start + 1 or self._dice.random() < 0.33:
+        idle = self._has_states and not bool(mask[:, -1].all())
+        if not start or ids.shape[1] > start + 1 or idle or self._dice.random() < 0.33:
             return uncompiled
         return _Both(uncompiled, super()._run(ids, mask, start, self._step))
 

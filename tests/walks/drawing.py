@@ -11,7 +11,8 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.registry import names
-from tests.conformance.models import build
+from tests.conformance.models import FAMILIES as NAMED
+from tests.conformance.models import UNNAMED, build
 from tests.conformance.policies import spec_of
 from tests.conformance.test_fuzz import draw_codec, draw_merger, draw_selector
 from tests.engine.test_by_layer_random import drawn
@@ -31,7 +32,8 @@ SKIPPED = ["1-0", "0-1", "1-1", "last:1", "first:1"]
 
 def draw_model(dice: Random, dtypes: Sequence[torch.dtype]) -> Any:
     """A small model of any family."""
-    return build(dice.choice(FAMILIES), dice.choice(dtypes))
+    families = FAMILIES if dice.random() < 0.85 else [*NAMED, *UNNAMED]
+    return build(dice.choice(families), dice.choice(dtypes))
 
 
 def draw_policy(dice: Random) -> str:

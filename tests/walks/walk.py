@@ -22,7 +22,16 @@ from tests.walks.life import Life, Operation, Row, again, changes, check_again, 
 
 LONGEST = 120
 """Tokens behind which nothing more is done to a cache."""
-OWN = [None, None, "window@6", "full+kivi:group_size=4:residual_length=4", "streaming:sinks=2@8"]
+OWN = [
+    *[None] * 3,
+    "window@6",
+    "streaming:sinks=2@8",
+    "snapkv:window=2@0.5",
+    "h2o+merge@6",
+    "uniform/adakv+tova@9",
+    "full+kivi:group_size=4:residual_length=4",
+    "tova+tokenwise:residual_length=2:block_size=2@0.6",
+]
 """Policies of rows that share the tokens of another cache."""
 
 
@@ -51,6 +60,7 @@ class Walk:
         attachment = PolicyCache(self._model).attachment
         self._holds = attachment.chunks == "hold"
         self._has_windows = bool(attachment.model_shape.unmanaged)
+        self._has_states = bool(attachment.model_shape.states)
         self._counts_columns = self._has_windows or policy.decode == "grow"
         self._has_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         # Codes of a batch round otherwise than those of one row, and a budget in bytes is that of all rows.
@@ -77,6 +87,7 @@ class Walk:
         often: dict[Callable[[Life], None], float] = {
             self._feed: 10,
             self._generate: 2,
+            self._search: 0.6,
             self._mark: 2,
             self._save: 2,
             self._copy: 2,
@@ -267,6 +278,33 @@ class Walk:
             row.history.append(self._answer(own, torch.ones_like(own), count))
         life.ids = out[:, :-1]
         life.mask = torch.cat([mask, torch.ones(rows, out.shape[1] - ids.shape[1], dtype=torch.int64)], 1)[:, :-1]
+
+    def _search(self, life: Life) -> None:
+        """Beams of a copy, in which each row finds what it finds alone."""
+        dice = self._dice
+        rows = self._rows_of(life)
+        more = dice.randint(1, 6) if life.cache.is_initialized else dice.randint(8, 26)
+        ids = torch.cat([life.ids, self._acting.tokens(rows, more)], 1)
+        mask = torch.cat([life.mask, torch.ones(rows, more, dtype=torch.int64)], 1)
+        beams, count = dice.randint(2, 3), dice.randint(1, 5)
+
+        def search(cache: PolicyCache, ids: Tensor, mask: Tensor) -> Tensor:
+            cache = cache.fork()
+            if cache.is_initialized:
+                cache.batch_repeat_interleave(beams)
+            return self._answer(ids, mask, count, num_beams=beams)(cache)  # pyright: ignore[reportReturnType]
+
+        words = f"{beams} beams of {count} behind {more}"
+        done, found = self._acting.attempt(life, words, lambda cache: search(cache, ids, mask))
+        if not done or not self._rows_are_alone:
+            return
+        number = dice.randrange(rows)
+        row = life.rows[number]
+        if row.comparable and (row.begun or not life.cache.is_initialized) and more > 1:
+            alone, _ = again(self._new(), row.history)
+            own = ids[number][mask[number].bool()][None]
+            out = search(alone, own, torch.ones_like(own))
+            assert torch.equal(out[0, -count:], found[number, -count:]), f"beams of row {number} of {life.name}"
 
     # What is said of tokens before they come
 
