@@ -21,7 +21,7 @@ from kvpolicy.hf.rope_deltas import RopeDeltas
 from kvpolicy.hf.running_forward import newest_valid
 from kvpolicy.hf.shared_keys import cuts, ranks_by_queries, read_whole
 from kvpolicy.hf.tile_size import AUTO
-from kvpolicy.reporting.logging import log_compressed, log_tile, warn_beyond_trained, warn_of_chunks
+from kvpolicy.reporting.logging import log_compressed, log_tile, warn_beyond_trained, warn_of_chunks, warn_of_padding
 from kvpolicy.statistics import NewestQueries, RecentQueries
 from kvpolicy.text.budget import least_of
 from kvpolicy.text.errors import KVPolicyError
@@ -117,6 +117,7 @@ class ForwardHooks:
             warn_beyond_trained(self._model, limit)
         if tokens.shape[1] > 1:
             self._warn_of_chunks(cache, tokens, mask)
+            self._warn_of_padding(newest_valid(mask, tokens.shape[1]))
         cache.begin(tokens, mask, kwargs.get("position_ids"))
         answers = self._recent.note(cache)
         if self._deltas is not None:
@@ -210,6 +211,13 @@ class ForwardHooks:
         is_chunk = cache.announced.follows(seen.cpu(), new, None if valid is None else valid.cpu())
         if is_chunk and self._attachment.first_warning("chunks"):
             warn_of_chunks(policy)
+
+    def _warn_of_padding(self, valid: Tensor | None) -> None:
+        """Warn once if layers have states, and a row ends with padding, by its valid tokens [B, P]."""
+        if valid is None or not self._attachment.model_shape.states:
+            return
+        if bool((valid.any(-1) & ~valid[:, -1]).any()) and self._attachment.first_warning("padding"):
+            warn_of_padding(self._model)
 
     def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
         """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""

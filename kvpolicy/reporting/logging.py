@@ -92,6 +92,16 @@ def warn_of_states(model: Any, model_type: str) -> None:
         )
 
 
+def warn_of_padding(model: Any) -> None:
+    """Warn that the states of a row that ends with padding are not those behind its last token."""
+    warnings.warn(
+        f"Padding behind the last token of a row moves the states of {type(model).__name__}, with or without a policy, "
+        "so that its text must not go on; pad in front.",
+        KVPolicyWarning,
+        stacklevel=2,
+    )
+
+
 def warn_uncompiled(policy: Policy, reason: str) -> None:
     """Warn that `generate` runs uncompiled, although it was asked to compile."""
     warnings.warn(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +240,9 @@ def test_rows_without_a_token_keep_their_states(family: str, begun: bool) -> Non
             assert torch.allclose(found[seen], expected, atol=1e-3)
 
 
-@pytest.mark.parametrize(("first", "row"), [([[1, 0, 1], [1, 1, 1]], 0), ([[0, 0, 1], [0, 1, 0]], None)])
+@pytest.mark.parametrize(("first", "row"), [([[1, 0, 1], [1, 1, 1]], 0), ([[0, 0, 1], [0, 1, 1]], None)])
 def test_padding_between_tokens_would_move_states(first: list[list[int]], row: int | None) -> None:
-    """Within a forward, and in front of the later tokens of a row, but not before or behind all."""
+    """Within a forward, and in front of the later tokens of a row, but not before all."""
     model = build("lfm2")
     ids, mask = text(2, 5), torch.tensor([[*line, 1, 1] for line in first])
     start, end = 0, 3
@@ -255,6 +256,18 @@ def test_padding_between_tokens_would_move_states(first: list[list[int]], row: i
         with pytest.raises(kvpolicy.KVPolicyError, match=f"between the tokens of a row .* in row {row}; try rows with"):
             forward(model, ids, mask, start, end, cache)
         assert all(map(torch.equal, before, states(cache)))
+
+
+@pytest.mark.parametrize(("family", "row", "times"), [("lfm2", [1, 0], 1), ("lfm2", [0, 0], 0), ("llama", [1, 0], 0)])
+def test_padding_behind_the_last_token_is_warned_of_once(family: str, row: list[int], times: int) -> None:
+    model = build(family)
+    ids = text(2, 2)
+    mask = torch.tensor([[1, 1], row])
+    with kvpolicy.attach(model, "full"), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            forward(model, ids, mask, 0, 2, kvpolicy.PolicyCache(model))
+    assert sum("must not go on; pad in front" in str(each.message) for each in found) == times
 
 
 def test_what_a_state_does_not_allow_is_refused() -> None:
