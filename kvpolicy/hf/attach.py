@@ -404,6 +404,11 @@ def _check_fresh(model: nn.Module) -> None:
             "The model must have no policy yet, got one that is already attached to it or to a model around it; try "
             "detach() of its handle first."
         )
+    if any((c._attn_implementation or "").startswith("paged|") for c in configs_of(model)):
+        raise KVPolicyError(
+            "The model must not be in use by continuous batching, whose attention it has now; try to stop its manager "
+            "first, which sets the attention back."
+        )
     if isinstance(model, OptimizedModule) or any(map(forward_calls.is_compiled, model.modules())):
         raise KVPolicyError(
             f"The model must not be compiled before attaching, got {type(model).__name__} with compiled modules, which "

@@ -33,7 +33,7 @@ from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.discovery import home
 from kvpolicy.hf.latent_attention import LatentAttention
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.masks import DeferredMask, are_deferred, is_token, under_mask
+from kvpolicy.hf.masks import DeferredMask, are_deferred, hides_padding, is_token, under_mask
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
@@ -133,6 +133,10 @@ def attention_forward(
     if policy_cache is not None and kwargs.get("is_causal") is False:
         raise _looks_ahead(module)
     attention = attend
+    if attention_mask is not None and attention_mask.dim() == 4 and isinstance(policy_cache, CacheForward):
+        layer: Any = policy_cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if isinstance(layer, PolicyLayer) and layer.is_initialized and hides_padding(attention_mask, layer.length):
+            attention_mask = is_token(attention_mask[..., -query.shape[2] :])  # of text behind a picture
     if attention_mask is not None and attention_mask.dim() != 2:
         _check_blocks(policy_cache, module, attention_mask, query.shape[2])
         attention = _under_own_mask(stock, module, attention_mask, how)
@@ -244,7 +248,7 @@ def _check_blocks(
         raise KVPolicyError(
             f"The attention mask must be 2-D under a policy, got {mask.dim()} dimensions, as for image tokens that "
             "attend to later ones, of which a whole picture must be in the first forward; try pictures in one prompt "
-            "without tile, or text alone."
+            "without tile or prefill_chunk_size, or text alone."
         )
 
 

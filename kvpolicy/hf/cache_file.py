@@ -363,12 +363,13 @@ def _state_difference(content: CacheFile, attachment: Attachment) -> str:
     """How the states of layers differ from those of the model; empty if they do not."""
     header, held = content
     states = attachment.model_shape.states
+    dtypes = {getattr(torch, header["dtype"]): attachment.model_shape.shape.dtype}  # they differ under autocast
     for index in range(attachment.model_shape.depth):
         found = {name: t for name, t in below(held, f"layers.{index}.").items() if is_state(name)}
         if any(not t.dim() or t.shape[0] != header["rows"] for t in found.values()):
             return f"{header['rows']} row(s) in each state of layer {index}, got others"
         expected = header["rows"] * states[index].nbytes if index in states else 0
-        if sum(t.nbytes for t in found.values()) != expected:
+        if sum(t.numel() * dtypes.get(t.dtype, t.dtype).itemsize for t in found.values()) != expected:
             return f"states of {expected} bytes in layer {index}, got {sum(t.nbytes for t in found.values())}"
     return ""
 

@@ -144,8 +144,16 @@ class CacheForward(TiledCache):
     # a forward
 
     @on_host
-    def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
+    def begin(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        by_layer: Tensor | None = None,
+    ) -> None:
         """Prepare for an eager forward of `tokens` [B, P(, hidden)]; nothing is changed if it is refused.
+
+        `by_layer` is what layers are given of each token beside its embedding, [B, P, layers, size] (Gemma 3n, 4).
 
         Raises:
             KVPolicyError: If the policy was detached.
@@ -168,7 +176,7 @@ class CacheForward(TiledCache):
         forward = (
             RunningForward(is_step=True, shared=SharedStep(StepMemo({})))
             if is_step
-            else self._begin_prompt(tokens, mask, position_ids)
+            else self._begin_prompt(tokens, mask, position_ids, by_layer)
         )
         if is_step and (self.journal.mark is not None or self.journal.is_shared):
             self.journal.note_step(self.layers)
@@ -192,7 +200,9 @@ class CacheForward(TiledCache):
             if is_step and layer.store.contents.free_steps < 1:
                 layer.make_room()
 
-    def _begin_prompt(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> RunningForward:
+    def _begin_prompt(
+        self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, by_layer: Tensor | None
+    ) -> RunningForward:
         """The facts of a forward of a prompt or chunk, which is noted in the journal of the cache."""
         self.announced.check_rows(tokens.shape[0])
         policy = self.policy
@@ -214,7 +224,7 @@ class CacheForward(TiledCache):
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.
         replays = (starts or is_held or first.pending is not None) and policy.replay is not None
         if replays:
-            transcript = extended(first.transcript, tokens, valid, position_ids, columns)
+            transcript = extended(first.transcript, tokens, valid, position_ids, columns, by_layer)
         unbegun = None
         if policy.layer_metric:
             unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
@@ -298,9 +308,8 @@ class CacheForward(TiledCache):
         elif forward.is_step if forward.runs else layer.holds_prompt:
             shared = None if torch.compiler.is_compiling() else forward.shared
             out, step = store.attend_step(q, k, v, valid, transform, call, shared)
-            if self.rows is not None and valid is not None:
-                # A free row attends to nothing, of which the softmax is NaN.
-                out = out.masked_fill(~valid[:, :, None, None], 0)
+            if valid is not None:
+                out = _without_padding(out, valid)
             if layer.is_read:
                 forward.steps[layer_idx] = step
             else:
@@ -487,6 +496,15 @@ class CacheForward(TiledCache):
         forward.tokens, plan, end = self.budgets.divide(first, lengths, forward, self.announced)
         self.plan = with_prefix(plan, self.policy_layers, len(lengths))
         self.announced.end = None if end is None else end.tolist()
+
+
+def _without_padding(out: Tensor, valid: Tensor) -> Tensor:
+    """The output of a step, [B, Hq, 1, D], with zeros for rows without a token, by `valid` [B, 1] bool.
+
+    A row that is free, or has not begun, attends to nothing, of which the softmax is NaN. The sliding windows of later
+    layers would keep it, and a mask hides no NaN.
+    """
+    return out.masked_fill(~valid.to(out.device)[:, None, :, None], 0)
 
 
 def _attends_twice(layer_idx: int) -> KVPolicyStateError:

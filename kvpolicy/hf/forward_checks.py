@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.decode import assert_async
@@ -154,8 +155,12 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             f"{float(mask[(mask != 0) & (mask != 1)][0]):g}; try 1 for a token and 0 for padding."
         )
     first = cache.policy_layers[0]
+    _check_columns(cache, mask, new)
     if new > 1 and cache.attachment.model_shape.states:
-        _check_gaps(mask[:, -new:].bool(), first.length > 0 if first.is_initialized else None)
+        begun = first.length > 0 if first.is_initialized else None
+        if first.prefix_columns:  # the rows of a fork have the states behind the text that they share
+            begun = torch.ones(rows, dtype=torch.bool, device=mask.device)
+        _check_gaps(mask[:, -new:].bool(), begun)
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError(
             f"The attention mask must show at least one token, got only padding in all {rows} row(s); try 1 for each "
@@ -173,6 +178,23 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
             assert_async(same.all(), f"{said}.")
+
+
+def _check_columns(cache: PolicyCache, mask: Tensor, new: int) -> None:
+    """Refuse a mask of neither all columns nor the new ones, or of the new ones where sliding windows count columns."""
+    seen = cache.policy_layers[0].get_seq_length()
+    whole = f"{seen + new} columns for all tokens so far"
+    windows = cache.attachment.model_shape.unmanaged
+    if mask.shape[1] == new and seen and windows:
+        raise KVPolicyError(
+            f"The attention mask must have {whole} where layers have sliding windows, whose mask counts columns, got "
+            f"{new} for the new ones; try the earlier mask with a column for each new token behind it."
+        )
+    if mask.shape[1] not in (new, seen + new):
+        raise KVPolicyError(
+            f"The attention mask must have {whole}, or {new} for the new ones, got {mask.shape[1]}; try the earlier "
+            "mask with a column for each new token behind it."
+        )
 
 
 def _check_gaps(valid: Tensor, begun: Tensor | None) -> None:

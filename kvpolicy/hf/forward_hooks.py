@@ -118,7 +118,7 @@ class ForwardHooks:
         if tokens.shape[1] > 1:
             self._warn_of_chunks(cache, tokens, mask)
             self._warn_of_padding(newest_valid(mask, tokens.shape[1]))
-        cache.begin(tokens, mask, kwargs.get("position_ids"))
+        cache.begin(tokens, mask, kwargs.get("position_ids"), kwargs.get("per_layer_inputs"))
         answers = self._recent.note(cache)
         if self._deltas is not None:
             self._deltas.note(cache, tokens.shape[0], answers=answers)

@@ -75,6 +75,19 @@ def is_token(mask: Tensor) -> Tensor:
     return diagonal if diagonal.dtype == torch.bool else diagonal == 0
 
 
+def hides_padding(mask: Tensor, seen: Tensor) -> bool:
+    """Whether a mask [B, 1, P, N], P < N, is causal and hides only padding behind rows of `seen` [B] tokens."""
+    new, columns = mask.shape[-2:]
+    if new == columns:
+        return False
+    shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    last = shown[:, -1]
+    causal = torch.ones(new, columns, dtype=torch.bool, device=mask.device).tril(columns - new)
+    same = (shown == (last[:, None] & causal)).all(-1) | ~is_token(mask[..., -new:])
+    earlier = last[:, : columns - new].sum(-1) == seen.to(mask.device)
+    return bool(same.all()) and bool(earlier.all())
+
+
 def under_mask(stock: Stock) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Attention as `LayerStore.attend_new` takes it, whose output is that of the stock function."""
 

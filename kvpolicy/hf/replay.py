@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
         for chunk in chunks(context, plan):
             text, valid = _text(tokens, chunk, plan, decoder)
             cache.begin(chunk, valid)
-            decoder(**_call(text, valid, context, transcript, decoder), **given, use_cache=True)
+            call = _call(text, valid, context, transcript, decoder)
+            if transcript.by_layer and text.is_floating_point():
+                call["per_layer_inputs"] = _by_layer(transcript, chunk, plan, decoder)
+            decoder(**call, **given, use_cache=True)
     for layer, scores in cache.scores.items():
         replayed = cache.queries.get(layer)
         layers[layer].pending = layers[layer].pending._replace(replay=scores, replayed=replayed)
@@ -225,6 +229,23 @@ def _text(tokens: Tensor, chunk: Chunk, plan: Replay, decoder: nn.Module) -> tup
     # A row that has no token of this chunk has no instruction either.
     valid = torch.cat([chosen.any(1, keepdim=True).expand(-1, prefix.shape[1]), chosen], 1)
     return text, valid
+
+
+def _by_layer(transcript: Transcript, chunk: Chunk, plan: Replay, decoder: Any) -> Tensor:
+    """What layers are given of the text that replays a chunk beside its embeddings, [B, R, layers, size]."""
+    held = torch.cat(transcript.by_layer, 1)
+    names = inspect.signature(decoder.get_per_layer_inputs).parameters
+
+    def given(ids: tuple[int, ...]) -> Tensor:
+        line = torch.tensor(ids, dtype=torch.int64, device=held.device).expand(held.shape[0], -1)
+        return decoder.get_per_layer_inputs(line, *[None] * (len(names) - 1))
+
+    def taken(columns: Tensor) -> Tensor:
+        columns = columns.to(held.device)[..., None, None]
+        return held.gather(1, columns.expand(-1, -1, *held.shape[2:]))
+
+    before = [given(plan.later if chunk.number else plan.first), taken(chunk.overlap), given(plan.reply)]
+    return torch.cat([*before, taken(chunk.columns)], 1)
 
 
 def _call(text: Tensor, valid: Tensor, context: Tensor, transcript: Transcript, decoder: Any) -> dict[str, Any]:

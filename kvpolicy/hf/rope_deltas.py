@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_names import passed_cache
 from kvpolicy.hf.discovery import ROPE_DELTAS
-from kvpolicy.hf.forward_calls import runs_compiled
+from kvpolicy.hf.forward_calls import runs_compiled, tokens_of
 from kvpolicy.hf.forward_checks import by_name
+from kvpolicy.hf.running_forward import newest_valid
 
 
 class RopeDeltas:
@@ -66,19 +67,38 @@ class RopeDeltas:
         if counts or not cache.is_initialized or (answers and not cache.forward.is_step):
             cache.policy_layers[0].rope_deltas = self._of_rows(rows)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = by_name(self._names, args, kwargs)[1] if len(args) > 1 else kwargs
         cache = passed_cache(named)
         counts = named.get("position_ids") is None
         if counts and isinstance(cache, PolicyCache):
             self.show(cache)
         if runs_compiled(module, args, kwargs):
-            return
+            return None
         self._thread.counts = counts
         is_new = not cache.is_initialized if isinstance(cache, PolicyCache) else not (cache and cache.get_seq_length())
         if is_new and counts and named.get("inputs_embeds") is None:
             # The model would keep the offsets of the last picture for a prompt of text.
             setattr(module, ROPE_DELTAS, None)
+        if isinstance(cache, PolicyCache) and counts and not is_new:
+            return self._with_places(cache, args, named)
+        return None
+
+    def _with_places(self, cache: PolicyCache, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The arguments with the positions of the new tokens, if there is a mask; else None.
+
+        The model counts positions from all columns of the mask as if they were new: it finds others behind a picture if
+        the mask has the new columns alone, and more than there are tokens if it has all.
+        """
+        first = cache.policy_layers[0]
+        tokens = tokens_of(args, named)
+        valid = None if tokens is None else newest_valid(named.get("attention_mask"), tokens.shape[1])
+        if valid is None or first.rope_deltas is None or not len(valid) == len(first.rope_deltas) == len(first.length):
+            return None
+        seen = first.length + (0 if first.prefix is None else first.prefix.slots.length)
+        begin = (seen + seen.new_tensor(first.rope_deltas))[:, None].to(valid.device)
+        places = (begin + valid.long().cumsum(-1) - 1).masked_fill(~valid, 0)
+        return args[:1], named | {"position_ids": places.expand(3, -1, -1)}
 
     def _of_rows(self, rows: int) -> list[int] | None:
         """The offset of each of some rows; the model may have those of a batch before its rows were repeated."""

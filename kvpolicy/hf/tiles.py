@@ -200,6 +200,8 @@ def tile_obstacle(sites: list[Site]) -> str:
         names = inspect.signature(kind.forward).parameters
         if SHARED in names and not passes_by_kind(site.attention):
             return f"{kind.__name__}, since layers pass keys to others ({SHARED})"
+        if "prev_router_hidden_states" in names:
+            return f"{kind.__name__}, since routers pass hidden states to those of later layers"
         if "hidden_states" not in names:
             return f"{kind.__name__}, which has no argument hidden_states"
     return ""

@@ -21,6 +21,7 @@ class Transcript(NamedTuple):
         columns: Columns that the cache had seen before them, padding included.
         next_position: The position behind each row's last token, [B] int64.
         positioned: Whether positions were given, and not counted by the model.
+        by_layer: What layers were given of each chunk beside embeddings, [B, P, layers, size]; none in most models.
     """
 
     ids: tuple[Tensor, ...]
@@ -28,19 +29,26 @@ class Transcript(NamedTuple):
     columns: int
     next_position: Tensor
     positioned: bool
+    by_layer: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(t.nbytes for t in (*self.ids, self.valid, self.next_position))
+        return sum(t.nbytes for t in (*self.ids, *self.by_layer, self.valid, self.next_position))
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Transcript:
         """The same with `fn` of every tensor, which selects or repeats rows."""
-        return self._replace(ids=tuple(map(fn, self.ids)), valid=fn(self.valid), next_position=fn(self.next_position))
+        own = {"ids": tuple(map(fn, self.ids)), "by_layer": tuple(map(fn, self.by_layer))}
+        return self._replace(**own, valid=fn(self.valid), next_position=fn(self.next_position))
 
 
 def extended(
-    earlier: Transcript | None, tokens: Tensor, valid: Tensor | None, position_ids: Tensor | None, columns: int
+    earlier: Transcript | None,
+    tokens: Tensor,
+    valid: Tensor | None,
+    position_ids: Tensor | None,
+    columns: int,
+    by_layer: Tensor | None = None,
 ) -> Transcript:
     """A transcript with one more chunk.
 
@@ -50,6 +58,7 @@ def extended(
         valid: Which of them are not padding, [B, P] bool; None if all are.
         position_ids: The positions that the model was given, [B or 1, P], or None.
         columns: Columns that the cache has seen before the chunk.
+        by_layer: What layers are given of the chunk beside its embeddings, or None.
 
     Raises:
         KVPolicyError: If a token has several positions.
@@ -68,9 +77,10 @@ def extended(
     after = at.expand(rows, -1).gather(1, last)[:, 0].to(torch.int64) + 1
     # Copied, as the flags are: what the caller does with its tensors later must not change the replay.
     ids = tokens.detach().clone()
+    more = () if by_layer is None else (by_layer.detach().clone(),)
     if earlier is None:
-        return Transcript((ids,), flags, columns, after, position_ids is not None)
+        return Transcript((ids,), flags, columns, after, position_ids is not None, more)
     after = torch.where(flags.any(1), after, earlier.next_position)
     positioned = earlier.positioned or position_ids is not None
     flags = torch.cat([earlier.valid, flags], 1)
-    return Transcript((*earlier.ids, ids), flags, earlier.columns, after, positioned)
+    return Transcript((*earlier.ids, ids), flags, earlier.columns, after, positioned, (*earlier.by_layer, *more))

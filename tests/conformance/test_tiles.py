@@ -127,6 +127,20 @@ def test_layers_that_name_their_input_otherwise_are_refused() -> None:
     assert handle.cache is not None and handle.cache.tile_size is None
 
 
+def test_routers_that_pass_on_what_they_found_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of ZAYA1: it has an entry for each token."""
+    model = build("llama", layers=2)
+    kind = type(model.model.layers[0])
+    forward = kind.forward
+
+    def routed(self: Any, hidden_states: Any, prev_router_hidden_states: Any = None, **more: Any) -> Any:
+        return forward(self, hidden_states, **more)
+
+    monkeypatch.setattr(kind, "forward", routed)
+    with pytest.raises(KVPolicyError, match="tile must be None for LlamaDecoderLayer, since routers pass hidden"):
+        kvpolicy.attach(model, "window@0.5", tile=8)
+
+
 def test_layers_that_pass_keys_on_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by kinds of layers, as Gemma 3n and Gemma 4 do."""
     model = build("gemma4")

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import kvpolicy
-from kvpolicy.hf.masks import is_token
+from kvpolicy.hf.masks import hides_padding, is_token
 from tests.conformance.masked import differences
 from tests.conformance.models import UNNAMED
 from tests.conformance.play import TURNS, make_batch
@@ -90,6 +90,36 @@ def test_a_picture_behind_other_tokens_and_in_tiles_is_refused() -> None:
         gemma()(ids[:, :26], attention_mask=mask[:, :26], **first)
     with torch.no_grad(), kvpolicy.attach(gemma(), "kvzip:chunk=9:sinks=2@0.5"):
         assert gemma()(ids[:, :26], attention_mask=mask[:, :26], **first).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])
+def test_a_turn_of_text_with_its_token_types(lengths: list[int]) -> None:
+    """The model makes a mask of pairs again, which hides nothing but padding."""
+    ids, mask, first = prompt(lengths)
+    made = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    found = []
+    for types in ({}, {"token_type_ids": (ids[:, :32] == IMAGE).long()}):
+        with kvpolicy.attach(gemma(), "full"):
+            cache = kvpolicy.PolicyCache(gemma())
+            with torch.no_grad():
+                gemma()(ids[:, :26], attention_mask=mask[:, :26], cache=cache, **first)
+            turn = {"attention_mask": mask[:, :32], "cache": cache, "output_logits": True, **types, **made}
+            found.append(gemma().generate(ids[:, :32], **turn).logits)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("at", [(1, 0), (5, 8), (0, 7)])
+def test_a_mask_that_hides_more_than_padding(at: tuple[int, int]) -> None:
+    """From one query alone, or of earlier tokens that are none; a token of this turn may be padding."""
+    shown = torch.ones(1, 1, 6, 10, dtype=torch.bool).tril(4)
+    seen = torch.tensor([4])
+    assert hides_padding(shown, seen) and hides_padding(torch.zeros(shown.shape).masked_fill(~shown, -1e9), seen)
+    assert not hides_padding(shown[..., 4:], torch.tensor([0]))
+    query, column = at
+    shown[:, :, query, column] ^= True
+    assert not hides_padding(shown, seen)
+    shown[:, :, :, column] = False
+    assert hides_padding(shown, seen) is (column >= 4)
 
 
 def test_padding_by_a_mask_of_either_kind() -> None:

@@ -258,6 +258,18 @@ def test_padding_between_tokens_would_move_states(first: list[list[int]], row: i
         assert all(map(torch.equal, before, states(cache)))
 
 
+def test_questions_behind_a_shared_text_have_states_before_them() -> None:
+    model = build("lfm2")
+    ids, mask = text(1, 14).expand(2, -1), torch.ones(2, 14, dtype=torch.int64)
+    mask[1, 8:10] = 0
+    with kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids[:1, :8], cache=cache)
+        for shared in (True, False):
+            with pytest.raises(kvpolicy.KVPolicyError, match=r"between the tokens of a row .* in row 1; try rows with"):
+                forward(model, ids, mask, 8, 14, cache.fork([0, 0], shared=shared))
+
+
 @pytest.mark.parametrize(("family", "row", "times"), [("lfm2", [1, 0], 1), ("lfm2", [0, 0], 0), ("llama", [1, 0], 0)])
 def test_padding_behind_the_last_token_is_warned_of_once(family: str, row: list[int], times: int) -> None:
     model = build(family)

@@ -110,6 +110,15 @@ def test_full_layers_of_different_sizes() -> None:
         one_sentence(error.value)
 
 
+def test_a_model_that_continuous_batching_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manager sets the attention back when it stops, and detaching would bring back what the manager had set."""
+    model = build("llama")
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "paged|eager")
+    with pytest.raises(kvpolicy.KVPolicyError, match="must not be in use by continuous batching") as error:
+        kvpolicy.attach(model, "window")
+    one_sentence(error.value)
+
+
 @pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer", "forward"])
 def test_a_compiled_model(how: str) -> None:
     """Hooks registered after compiling would be ignored, silently."""
@@ -128,6 +137,42 @@ def test_a_compiled_model(how: str) -> None:
     with pytest.raises(ValueError, match="must not be compiled before attaching") as error:
         kvpolicy.attach(model, "window")
     one_sentence(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "new", "columns", "said"),
+    [
+        ("llama", 4, 3, "20 columns for all tokens so far, or 4 for the new ones, got 3"),
+        ("llama", 4, 19, "20 columns for all tokens so far, or 4 for the new ones, got 19"),
+        ("llama", 1, 16, "17 columns for all tokens so far, or 1 for the new ones, got 16"),
+        (
+            "gemma3",
+            4,
+            4,
+            "20 columns for all tokens so far where layers have sliding windows, .* got 4 for the new ones",
+        ),
+        (
+            "gemma3",
+            1,
+            1,
+            "17 columns for all tokens so far where layers have sliding windows, .* got 1 for the new ones",
+        ),
+    ],
+)
+def test_masks_of_other_columns(family: str, new: int, columns: int, said: str) -> None:
+    """The layers have not begun, so that the cache goes on."""
+    model = build(family)
+    ids = torch.arange(3, 3 + 16 + new)[None]
+    mask = torch.ones(1, columns, dtype=torch.int64)
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        expected = model(ids, use_cache=False).logits[:, 16:]
+        cache = kvpolicy.PolicyCache(model)
+        model(ids[:, :16], cache=cache)
+        with pytest.raises(kvpolicy.KVPolicyError, match=said) as error:
+            model(ids[:, 16:], attention_mask=mask, cache=cache)
+        found = model(ids[:, 16:], attention_mask=torch.ones_like(ids), cache=cache).logits
+    one_sentence(error.value)
+    assert torch.allclose(found, expected, atol=1e-4)
 
 
 def filled() -> DynamicCache:

@@ -83,6 +83,20 @@ def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
     same_row(alone, together, 1)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "gemma4_shared"])
+@pytest.mark.parametrize("policy", ["full", "h2o@8"])
+def test_rows_that_begin_in_a_step_beside_sliding_windows(family: str, policy: str) -> None:
+    """Windows keep what a row without a token attends to, and no mask hides NaN."""
+    model = build(family)
+    ids = text(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    with kvpolicy.attach(model, policy):
+        logits = talk(model, ids, mask, [5, 1, 1, 1, 1], PolicyCache(model))
+        own = talk(model, ids[:1, 6:], mask[:1, 6:], [1, 1, 1], PolicyCache(model))
+    assert (own[0] - logits[0, 6:]).abs().max() < 1e-4
+
+
 KIVI = "kivi:bits=4:group_size=4:residual_length=8"
 JOINING = [
     "snapkv:window=4@0.4",

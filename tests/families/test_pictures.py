@@ -24,6 +24,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import kvpolicy
 from kvpolicy_eval.families.check import SEEN_FROM, WITHIN
 from kvpolicy_eval.families.conversation import generated, written_by_stock, written_under
 from kvpolicy_eval.families.differences import until_parted
@@ -31,6 +32,7 @@ from kvpolicy_eval.families.entries import IMAGE, Entry
 from kvpolicy_eval.families.prompts import Inputs, tokens
 from kvpolicy_eval.families.small_config import small_config
 from kvpolicy_eval.families.small_model import model_class, sharpen
+from tests.conformance.access import kept_positions
 
 SIDE = 32
 """Pixels along each side of the picture that a model looks at."""
@@ -175,3 +177,20 @@ def test_a_prompt_with_a_picture(name: str) -> None:
         written, held = written_under(model, policy, inputs)
         assert until_parted(written, written_by_stock(model, inputs, held)) <= WITHIN, policy
         assert (until_parted(stock, written) > SEEN_FROM) is (policy != "full"), policy
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4 E2B"])
+def test_a_replay_of_what_layers_are_given_beside_embeddings(name: str) -> None:
+    """Of a picture, it cannot be found from the embeddings; of text, it is compared with the whole vocabulary."""
+    model, inputs = made(FAMILIES[name])
+    stock = generated(model, inputs)
+    written, _ = written_under(model, "kvzip@4000", inputs)
+    assert until_parted(written, stock) <= WITHIN
+    ids = tokens(30, 30)
+    found = []
+    for one in (model, model.model.language_model):
+        with torch.no_grad(), kvpolicy.attach(one, "kvzip@0.5"):
+            cache = kvpolicy.PolicyCache(one)
+            one(input_ids=ids, cache=cache)
+            found.append([kept_positions(layer) for layer in cache.policy_layers])
+    assert found[0] == found[1]

@@ -117,6 +117,40 @@ def test_caches_take_turns_on_one_model(name: str) -> None:
         assert torch.equal(torch.cat([step[kind] for step in steps], 1), expected), kind
 
 
+@pytest.mark.parametrize("name", pictures.NAMES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_masks_behind_a_picture(name: str, whole: bool) -> None:
+    """The model would count positions from all columns of the mask; without one it is right."""
+    model = fresh(name)
+    given = pictures.prompt(2)
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **given)
+        shared = cache.fork([0]).fork([0, 0], shared=True)
+        for each in (cache, shared):
+            masked = each.fork()
+            seen = given["attention_mask"].shape[1] if whole else 0
+            for ids in (pictures.words(3, 2, 5), pictures.words(1, 2, 6)):
+                expected = run(model, each, input_ids=ids)
+                seen += ids.shape[1] if whole else 0
+                mask = torch.ones(2, seen or ids.shape[1], dtype=torch.int64)
+                found = run(model, masked, input_ids=ids, attention_mask=mask)
+                assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_padding_behind_a_picture_takes_no_position() -> None:
+    model = fresh("qwen2_5_vl")
+    given = pictures.prompt(2)
+    ids = pictures.words(4, 2, 5)
+    mask = torch.cat([given["attention_mask"], torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])], 1)
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        run(model, cache, **given)
+        own = cache.fork([1])
+        found = run(model, cache, input_ids=ids, attention_mask=mask)[1, 2:]
+        assert torch.allclose(found, run(model, own, input_ids=ids[1:, 2:])[0], atol=1e-4)
+
+
 def test_rows_keep_their_offsets() -> None:
     model = fresh("qwen2_5_vl")
     with torch.no_grad(), kvpolicy.attach(model, "full"):

@@ -150,7 +150,7 @@ def test_the_same_cache_is_the_same_file(tmp_path: Path) -> None:
             assert path.read_bytes() == wanted
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama"])
+@pytest.mark.parametrize("family", ["gemma2", "llama", "lfm2", "qwen3_5"])
 def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, tmp_path: Path) -> None:
     """Where a GPU is present, its dtype is not that of a model on the CPU. Stock layers may hold the model's."""
     model = build(family)
