@@ -204,7 +204,8 @@ def serving(
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         try:
             listen(listener)
-            for line in _notes(name, policy, listener, (rows, length, key is not None), has_template, prefix):
+            limits = (rows, length, key is not None)
+            for line in _notes(name, policy, listener, limits, has_template, prefix, compiles=compile is True):
                 print(line, file=sys.stderr, flush=True)
             yield Server(config, generation)
         finally:
@@ -284,6 +285,8 @@ def _notes(
     limits: tuple[int, int | None, bool],
     has_template: bool,
     prefix: Prefix | None,
+    *,
+    compiles: bool,
 ) -> Generator[str, None, None]:
     """The start-up log."""
     host, port = listener.getsockname()[:2]
@@ -294,6 +297,8 @@ def _notes(
         yield "One request is answered at a time; others wait for their turn."
     else:
         yield f"{rows} requests are answered at a time, of up to {length:,} tokens each; others wait for a row."
+    if compiles:
+        yield "The first answer waits for the compilation of its steps, which may take minutes."
     if not has_template:
         yield (
             "The tokenizer has no chat template: the contents of messages are joined by newlines, with nothing after "
