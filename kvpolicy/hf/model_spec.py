@@ -418,6 +418,11 @@ def check_values(policy: Policy, shape: LayerShape) -> None:
                 f"The codec must encode keys and values separately for {_described(shape)}, got {own.codec}; try "
                 "tokenwise, kivi, turboquant or bfp."
             )
+        if not shape.latent and own.heads is not None and own.codec.stages:
+            raise KVPolicyError(
+                f"The codec must be plain with budgets of heads for {_described(shape)}, since a page has codes of one "
+                f"size, got {own}; try the policy without its codec, or without budgets of heads."
+            )
         if not shape.latent and own.reader.traits.estimates_rest:
             raise KVPolicyError(
                 f"The reader must need no summaries of values for {_described(shape)}, got {own.reader}; try quest."

@@ -156,8 +156,9 @@ def check_cache(life: Life) -> None:
     if life.shares:
         return  # what rows share is counted once, and reached from each
     stored = stored_bytes(cache) + sum(max(t.nbytes - t.untyped_storage().nbytes(), 0) for _, t in tensors_of(cache))
-    # On no account: which row of the host is where, and cosines between the chunks of a prompt.
-    beside = (".row_pages.", ".budgets.measured.sums.")
+    # On no account: which row of the host is where, cosines between the chunks of a prompt, and what the rotary
+    # embedding of the model remembers.
+    beside = (".row_pages.", ".budgets.measured.sums.", ".key_rope._found_planes.")
     stored -= sum(t.nbytes for name, t in tensors_of(cache) if any(part in name for part in beside))
     stored -= sum(t.nbytes for name, t in tensors_of(cache) if name.endswith("rows.on_device"))
     # A sliding layer of transformers has a place for the next token.
