@@ -157,9 +157,11 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     first = cache.policy_layers[0]
     _check_columns(cache, mask, new)
     if new > 1 and cache.attachment.model_shape.states:
-        begun = first.length > 0 if first.is_initialized else None
+        begun = mask.new_zeros(rows, dtype=torch.bool)
+        if first.is_initialized:
+            begun = first.length.to(mask.device) > 0
         if first.prefix_columns:  # the rows of a fork have the states behind the text that they share
-            begun = torch.ones(rows, dtype=torch.bool, device=mask.device)
+            begun = mask.new_ones(rows, dtype=torch.bool)
         _check_gaps(mask[:, -new:].bool(), begun)
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError(
@@ -197,14 +199,14 @@ def _check_columns(cache: PolicyCache, mask: Tensor, new: int) -> None:
         )
 
 
-def _check_gaps(valid: Tensor, begun: Tensor | None) -> None:
+def _check_gaps(valid: Tensor, begun: Tensor) -> None:
     """Refuse padding between the tokens of a row, which moves the states of layers.
 
     Args:
         valid: Which of the new tokens are not padding, [B, P] bool.
-        begun: Which rows have tokens before, [B] bool; None if none has.
+        begun: Which rows have tokens before, [B] bool.
     """
-    follows = valid.cummax(-1).values if begun is None else valid.cummax(-1).values | begun.to(valid.device)[:, None]
+    follows = valid.cummax(-1).values | begun[:, None]
     precedes = valid.flip(-1).cummax(-1).values.flip(-1)
     gaps = (follows & precedes & ~valid).any(-1)
     if bool(gaps.any()):

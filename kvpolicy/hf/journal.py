@@ -13,7 +13,7 @@ from kvpolicy.engine.journal import crop_obstacle
 from kvpolicy.engine.state import map_numbers
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.seen_text import KnownTokens, extend_digest
-from kvpolicy.hf.states import States
+from kvpolicy.hf.states import copied_states
 from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -102,8 +102,7 @@ class StepEntry(NamedTuple):
     @classmethod
     def of(cls, layers: Sequence[Any]) -> StepEntry:
         """Copy what the step that begins changes."""
-        states = {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
-        return cls(states, {index: _leaving(window) for index, window in windows_of(layers).items()})
+        return cls(copied_states(layers), {index: _leaving(window) for index, window in windows_of(layers).items()})
 
     def undo(self, layers: Sequence[Any]) -> None:
         """Undo the step, the newest one that is not undone."""

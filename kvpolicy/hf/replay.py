@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +50,15 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     context = transcript.valid.to(first.store.tensors.length.device) & (first.store.tensors.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
+    by_layer = torch.cat(transcript.by_layer, 1) if transcript.by_layer and tokens.is_floating_point() else None
     given = cache_argument(decoder, cache)
     with torch.no_grad(), steady_angles(decoder):
         for chunk in chunks(context, plan):
             text, valid = _text(tokens, chunk, plan, decoder)
             cache.begin(chunk, valid)
             call = _call(text, valid, context, transcript, decoder)
-            if transcript.by_layer and text.is_floating_point():
-                call["per_layer_inputs"] = _by_layer(transcript, chunk, plan, decoder)
+            if by_layer is not None:
+                call["per_layer_inputs"] = _inputs_by_layer(by_layer, chunk, plan, decoder)
             decoder(**call, **given, use_cache=True)
     for layer, scores in cache.scores.items():
         replayed = cache.queries.get(layer)
@@ -210,41 +211,48 @@ def _text(tokens: Tensor, chunk: Chunk, plan: Replay, decoder: nn.Module) -> tup
     Returns:
         Ids [B, R] or embeddings [B, R, hidden], and which of them are not padding, [B, R] bool.
     """
-    rows = tokens.shape[0]
     chosen = chunk.chosen.to(tokens.device)
 
-    def given(ids: tuple[int, ...]) -> Tensor:
-        line = torch.tensor(ids, dtype=torch.int64, device=tokens.device).expand(rows, -1)
-        return _embedded(decoder, line) if tokens.is_floating_point() else line.to(tokens.dtype)
+    def given(ids: Tensor) -> Tensor:
+        return _embedded(decoder, ids) if tokens.is_floating_point() else ids.to(tokens.dtype)
 
-    def taken(columns: Tensor) -> Tensor:
-        columns = columns.to(tokens.device)
-        if tokens.dim() == 2:
-            return tokens.gather(1, columns)
-        return tokens.gather(1, columns[..., None].expand(-1, -1, tokens.shape[-1]))
-
-    before = [given(plan.later if chunk.number else plan.first), taken(chunk.overlap), given(plan.reply)]
-    prefix = torch.cat(before, 1)
-    text = torch.cat([prefix, taken(chunk.columns)], 1)
+    text = _laid_out(tokens, chunk, plan, given)
     # A row that has no token of this chunk has no instruction either.
-    valid = torch.cat([chosen.any(1, keepdim=True).expand(-1, prefix.shape[1]), chosen], 1)
-    return text, valid
+    instructed = chosen.any(1, keepdim=True).expand(-1, text.shape[1] - chosen.shape[1])
+    return text, torch.cat([instructed, chosen], 1)
 
 
-def _by_layer(transcript: Transcript, chunk: Chunk, plan: Replay, decoder: Any) -> Tensor:
-    """What layers are given of the text that replays a chunk beside its embeddings, [B, R, layers, size]."""
-    held = torch.cat(transcript.by_layer, 1)
-    names = inspect.signature(decoder.get_per_layer_inputs).parameters
+def _inputs_by_layer(held: Tensor, chunk: Chunk, plan: Replay, decoder: Any) -> Tensor:
+    """What layers are given beside the embeddings of the text that replays a chunk, [B, R, layers, size].
 
-    def given(ids: tuple[int, ...]) -> Tensor:
-        line = torch.tensor(ids, dtype=torch.int64, device=held.device).expand(held.shape[0], -1)
-        return decoder.get_per_layer_inputs(line, *[None] * (len(names) - 1))
+    Args:
+        held: What they were given of the context, [B, N, layers, size].
+        chunk: The chunk.
+        plan: How contexts are replayed.
+        decoder: The module that makes it of ids.
+    """
+    others = len(inspect.signature(decoder.get_per_layer_inputs).parameters) - 1
+    return _laid_out(held, chunk, plan, lambda ids: decoder.get_per_layer_inputs(ids, *[None] * others))
+
+
+def _laid_out(held: Tensor, chunk: Chunk, plan: Replay, given: Callable[[Tensor], Tensor]) -> Tensor:
+    """What replays a chunk, [B, R, ...]: an instruction, the tokens before the chunk, the reply, and its own tokens.
+
+    Args:
+        held: The context, [B, N, ...].
+        chunk: The chunk.
+        plan: How contexts are replayed.
+        given: Makes the same of ids [B, n] that are not in the context.
+    """
 
     def taken(columns: Tensor) -> Tensor:
-        columns = columns.to(held.device)[..., None, None]
+        columns = columns.to(held.device).view(*columns.shape, *[1] * (held.dim() - 2))
         return held.gather(1, columns.expand(-1, -1, *held.shape[2:]))
 
-    before = [given(plan.later if chunk.number else plan.first), taken(chunk.overlap), given(plan.reply)]
+    def line(ids: tuple[int, ...]) -> Tensor:
+        return given(torch.tensor(ids, dtype=torch.int64, device=held.device).expand(held.shape[0], -1))
+
+    before = [line(plan.later if chunk.number else plan.first), taken(chunk.overlap), line(plan.reply)]
     return torch.cat([*before, taken(chunk.columns)], 1)
 
 

@@ -103,6 +103,11 @@ class States(LinearAttentionLayer):
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
 
 
+def copied_states(layers: Sequence[Any]) -> dict[int, list[Tensor]]:
+    """Copies of the states of those layers that have some, by their index."""
+    return {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
+
+
 class IdleRows(NamedTuple):
     """Rows without a token in the forward that runs, and the states that they keep.
 
@@ -127,8 +132,7 @@ class IdleRows(NamedTuple):
         """
         if valid is None or bool(valid.any(-1).all()):
             return None
-        states = {index: layer.copy_states() for index, layer in enumerate(layers) if isinstance(layer, States)}
-        return cls(~valid.any(-1), states)
+        return cls(~valid.any(-1), copied_states(layers))
 
     def restore(self, layers: Sequence[Any]) -> None:
         """Give these rows back their states after the forward, in place; those that had none begin with zeros."""
