@@ -33,6 +33,7 @@ from kvpolicy_eval.families.prompts import Inputs, tokens
 from kvpolicy_eval.families.small_config import small_config
 from kvpolicy_eval.families.small_model import model_class, sharpen
 from tests.conformance.access import kept_positions
+from tests.sampling import each_once, product
 
 SIDE = 32
 """Pixels along each side of the picture that a model looks at."""
@@ -158,6 +159,9 @@ FAMILIES = {
 }
 
 
+POLICIES = ["full", "window@0.5", "snapkv@0.5", "uniform/adakv+snapkv@0.4", "squeeze+kvcrush/snapkv@0.5"]
+
+
 def made(family: Family) -> tuple[Any, Inputs]:
     """A small model of a family in fp64, in which rounding is far from `WITHIN`, and a prompt with a picture."""
     config = small_config(CONFIG_MAPPING[family.name], family.fields)
@@ -167,16 +171,15 @@ def made(family: Family) -> tuple[Any, Inputs]:
     return model, inputs | {"pixel_values": inputs["pixel_values"].double()}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_prompt_with_a_picture(name: str) -> None:
+@product("name,policy", [*FAMILIES], POLICIES, sample=each_once([*FAMILIES], POLICIES))
+def test_a_prompt_with_a_picture(name: str, policy: str) -> None:
     model, inputs = made(FAMILIES[name])
     stock = generated(model, inputs)
     blank = generated(model, inputs | {"pixel_values": torch.zeros_like(inputs["pixel_values"])})
     assert until_parted(blank, stock) > SEEN_FROM  # it matters what is seen
-    for policy in ("full", "window@0.5", "snapkv@0.5", "uniform/adakv+snapkv@0.4", "squeeze+kvcrush/snapkv@0.5"):
-        written, held = written_under(model, policy, inputs)
-        assert until_parted(written, written_by_stock(model, inputs, held)) <= WITHIN, policy
-        assert (until_parted(stock, written) > SEEN_FROM) is (policy != "full"), policy
+    written, held = written_under(model, policy, inputs)
+    assert until_parted(written, written_by_stock(model, inputs, held)) <= WITHIN
+    assert (until_parted(stock, written) > SEEN_FROM) is (policy != "full")
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4 E2B"])

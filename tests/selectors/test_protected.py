@@ -13,6 +13,7 @@ from kvpolicy.registry import SELECTORS, lookup
 from kvpolicy.selectors.protected import Protected
 from kvpolicy.text.errors import KVPolicyError
 from tests.conformance.bench import Bench, draw, padding
+from tests.sampling import product
 
 BASES = ["h2o", "random", "window", "snapkv:window=4:kernel=3", "tova", "keydiff:every=3", "rkv:window=3:every=4"]
 
@@ -31,7 +32,10 @@ def test_as_the_slow_version(base: str) -> None:
             assert set(prompt) <= set(head)
 
 
-@pytest.mark.parametrize("base", [*BASES, "kvcrush:protect=prompt/h2o", "squeeze+snapkv:protect=prompt+tokenwise"])
+COMPOSED = ["kvcrush:protect=prompt/h2o", "squeeze+snapkv:protect=prompt+tokenwise"]
+
+
+@product("base", [*BASES, *COMPOSED], sample=[(base,) for base in ("random", "rkv:window=3:every=4", *COMPOSED)])
 def test_the_prompt_stays_in_a_model(base: str) -> None:
     model, _ = kvpolicy.tiny()
     spec = f"{base if 'protect' in base else f'{base}:protect=prompt'}@50"
