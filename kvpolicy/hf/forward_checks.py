@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,16 +58,37 @@ def check_adapters(model: Any) -> None:
             )
 
 
-def learned_positions(decoder: nn.Module) -> int | None:
-    """How many positions a decoder has learned embeddings of; None if it has no such table."""
+class Positions(NamedTuple):
+    """How a decoder numbers tokens that come without positions.
+
+    Attributes:
+        learned: How many positions it has learned embeddings of, or None.
+        by_mask: Whether it counts tokens by the attention mask, and not columns.
+    """
+
+    learned: int | None
+    by_mask: bool
+
+
+COUNT_BY_MASK = ("opt",)
+"""Types of models with learned positions that number tokens by the mask; in others, padding takes positions."""
+
+
+def positions_of(decoder: nn.Module, *, by_mask: bool) -> Positions:
+    """How a decoder numbers tokens.
+
+    Args:
+        decoder: The decoder.
+        by_mask: Whether the model around it numbers tokens by the mask, as models with pictures do.
+    """
     if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
-        return None
+        return Positions(None, by_mask)
     config: Any = decoder.config  # of a model of several parts, the whole config has no such number
-    return int(config.max_position_embeddings)
+    return Positions(int(config.max_position_embeddings), by_mask or config.model_type in COUNT_BY_MASK)
 
 
 def check_call(
-    model: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any], learned: int | None = None
+    model: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any], positions: Positions
 ) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 
@@ -76,7 +97,7 @@ def check_call(
         cache: The call's cache.
         tokens: Ids or embeddings, [B, P(, D)].
         call: The call's other arguments.
-        learned: How many positions the model has learned embeddings of, or None.
+        positions: How the model numbers tokens.
 
     Raises:
         KVPolicyError: Naming what is wrong and how to go on.
@@ -124,13 +145,14 @@ def check_call(
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
     # A lookup behind the last one fails on a CPU, and breaks a CUDA device.
-    if learned is not None and (end := _end(cache, new, call)) > learned:
+    learned = positions.learned
+    if learned is not None and (end := _end(cache, new, call, positions)) > learned:
         raise KVPolicyError(
             f"Positions must be below {learned}, the number that the model has learned, got {end - 1}; try a shorter "
             "text, since kept tokens keep their positions."
         )
     if new > 1 and depends_on_length(config):
-        check_angles(config, cache, _end(cache, new, call))
+        check_angles(config, cache, _end(cache, new, call, positions))
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -245,20 +267,20 @@ def check_rows(model: nn.Module, cache: PolicyCache, names: list[str], learned: 
         )
 
 
-def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:
+def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any], positions: Positions) -> bool:
     """Whether a call of `new` columns needs a position of at least `limit`."""
     if cache.policy_layers[0].get_seq_length() + new <= limit:  # without waiting for the device
         return False
-    return _end(cache, new, call) > limit
+    return _end(cache, new, call, positions) > limit
 
 
-def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
+def _end(cache: PolicyCache, new: int, call: dict[str, Any], positions: Positions) -> int:
     """The position behind the last one of a call."""
     end = cache.policy_layers[0].get_seq_length() + new
     places = call.get("position_ids")
     mask = call.get("attention_mask")
     if places is not None:
         return int(places.max()) + 1
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
+    if positions.by_mask and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
         return int(mask.bool().sum(-1).max())
     return end

@@ -68,7 +68,7 @@ class ForwardHooks:
         self._attachment = attachment
         self._recent = recent
         self._deltas = deltas
-        self._learned = forward_checks.learned_positions(decoder)
+        self._positions = forward_checks.positions_of(decoder, by_mask=deltas is not None)
         self._makes_both = forward_calls.makes_both_caches(decoder)
         self._names = list(inspect.signature(decoder.forward).parameters)
         self._cache_name = cache_name(decoder)
@@ -107,11 +107,11 @@ class ForwardHooks:
         if cache.rows is not None:
             cache.rows.check_step(tokens, kwargs)
         mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
-        forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._learned)
+        forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._positions)
         limit = self._attachment.trained_positions
         if (
             limit is not None
-            and forward_checks.exceeds(cache, limit, tokens.shape[1], kwargs)
+            and forward_checks.exceeds(cache, limit, tokens.shape[1], kwargs, self._positions)
             and self._attachment.first_warning("positions")
         ):
             warn_beyond_trained(self._model, limit)
@@ -161,7 +161,7 @@ class ForwardHooks:
         Raises:
             KVPolicyError: If a row of a batch depends on the positions of the others.
         """
-        forward_checks.check_rows(self._model, cache, self._names, self._learned)
+        forward_checks.check_rows(self._model, cache, self._names, self._positions.learned)
         if self._deltas is not None:
             raise KVPolicyError(
                 "Rows that come and go must be of a model that reads text alone, got "

@@ -161,6 +161,20 @@ def test_learned_positions_end_where_the_longest_row_does() -> None:
         model(torch.nn.functional.pad(ids[:1, :limit], (3, 0)), attention_mask=padded, cache=PolicyCache(model))
 
 
+def test_padding_takes_learned_positions_where_the_model_counts_columns() -> None:
+    """What is refused here is an index out of range in the model, or a broken device."""
+    model = build("gpt2")
+    limit = model.config.n_positions
+    ids, mask = make_batch([limit - 2, 5], [limit + 1])  # the tokens alone would fit
+    with torch.no_grad(), pytest.raises(IndexError):
+        model(ids, attention_mask=mask)
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    with kvpolicy.attach(model, "window@8"), torch.no_grad():
+        with pytest.raises(KVPolicyError, match=f"must be below {limit}, .* got {limit}"):
+            model(ids, attention_mask=mask, cache=PolicyCache(model))
+        model(ids, attention_mask=mask, position_ids=places, cache=PolicyCache(model))
+
+
 def test_what_attention_changes_is_measured_in_full_precision() -> None:
     """The difference of two numbers in half precision is not rounded to half precision again."""
     model = build("gemma2", torch.bfloat16)
