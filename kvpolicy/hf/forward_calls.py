@@ -113,6 +113,13 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if cache.attachment.model_shape.states and valid is not None:
             assert_async(valid.all(), "every row must have a token in a compiled step if layers have states")
         windows = cache.attachment.model_shape.unmanaged
+        mask = kwargs.get("attention_mask")
+        if windows and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == 1:
+            raise KVPolicyError(
+                "The attention mask of a compiled step must have a column for every token so far where layers have "
+                "sliding windows, whose mask counts columns, got 1; try the earlier mask with a column behind it, or "
+                "none where no row is padded."
+            )
         if cache.journal.mark is not None and windows:
             raise KVPolicyStateError(
                 "A step must not be compiled under a mark if layers have sliding windows, which are logged on the "

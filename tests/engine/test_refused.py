@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpolicy
+from kvpolicy.hf.forward_calls import check_step
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import make_batch
 from tests.conformance.strangers import REFUSED
@@ -173,6 +175,22 @@ def test_masks_of_other_columns(family: str, new: int, columns: int, said: str) 
         found = model(ids[:, 16:], attention_mask=torch.ones_like(ids), cache=cache).logits
     one_sentence(error.value)
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "refused"), [("gemma3", True), ("llama", False)])
+def test_a_compiled_step_with_a_mask_of_its_own_column(family: str, refused: bool) -> None:
+    """Windows would take the column for the first one."""
+    model = build(family)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids[:, :16], cache=cache)
+        given = {"input_ids": ids[:, 16:], "attention_mask": torch.ones(1, 1), "cache": cache}
+        with pytest.raises(kvpolicy.KVPolicyError) if refused else nullcontext() as error:
+            check_step(model.model, (), given)
+        check_step(model.model, (), given | {"attention_mask": torch.ones(1, 17)})
+    if error is not None:
+        assert "sliding windows, whose mask counts columns, got 1" in one_sentence(error.value)
 
 
 def filled() -> DynamicCache:
