@@ -58,6 +58,7 @@ KINDS = {
             "tests/robust/test_tiles.py::test_steps_compile_once_behind_tiles",
             "tests/selectors/test_kvzap.py::test_a_compiled_step_scores_its_token",
             "tests/serving/test_compiled_rows.py",
+            "tests/serving/test_warm_up.py::test_requests_compile_nothing",
             "tests/tuning/test_evidence.py::test_compiled_steps_give_the_same",
         ),
         (

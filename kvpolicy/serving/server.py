@@ -33,6 +33,7 @@ from kvpolicy.serving.requests import body_limit, positions_of
 from kvpolicy.serving.scheduler import Scheduler
 from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from kvpolicy.serving.templates import adapt_tokenizer
+from kvpolicy.serving.warm_up import warm_up
 from kvpolicy.text.errors import KVPolicyError
 
 GRACE = 5.0
@@ -149,6 +150,8 @@ def serving(
     capacity: Capacity = ONE_ROW,
     key: str | None = None,
     channel: Channel | None = None,
+    *,
+    warm: bool = False,
 ) -> Generator[Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -167,6 +170,7 @@ def serving(
         capacity: How many requests are answered at a time.
         key: The key that requests must have; None for none.
         channel: The way to the other ranks that have parts of the model, and call `following`; None without any.
+        warm: Whether a prompt and some steps run before the first request, which then does not wait for compilations.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -203,10 +207,13 @@ def serving(
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         try:
-            listen(listener)
+            listen(listener)  # clients that come early wait
+            if warm:
+                _say("Warming up, for minutes where something is compiled.")
+                warm_up(model, scheduler, prefix, length)
             limits = (rows, length, key is not None)
-            for line in _notes(name, policy, listener, limits, has_template, prefix, compiles=compile is True):
-                print(line, file=sys.stderr, flush=True)
+            for line in _notes(name, policy, listener, limits, has_template, prefix):
+                _say(line)
             yield Server(config, generation)
         finally:
             pausing()
@@ -278,6 +285,11 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return not isinstance(error, asyncio.CancelledError) and not record.getMessage().rstrip().endswith("CancelledError")
 
 
+def _say(line: str) -> None:
+    """Write a line to the start-up log."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def _notes(
     name: str,
     policy: str,
@@ -285,8 +297,6 @@ def _notes(
     limits: tuple[int, int | None, bool],
     has_template: bool,
     prefix: Prefix | None,
-    *,
-    compiles: bool,
 ) -> Generator[str, None, None]:
     """The start-up log."""
     host, port = listener.getsockname()[:2]
@@ -297,8 +307,6 @@ def _notes(
         yield "One request is answered at a time; others wait for their turn."
     else:
         yield f"{rows} requests are answered at a time, of up to {length:,} tokens each; others wait for a row."
-    if compiles:
-        yield "The first answer waits for the compilation of its steps, which may take minutes."
     if not has_template:
         yield (
             "The tokenizer has no chat template: the contents of messages are joined by newlines, with nothing after "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import re
 import sys
@@ -22,6 +23,7 @@ from kvpolicy.reporting.token_spans import level
 from tests.cli.conftest import Facts, Run
 from tests.conformance.models import build
 from tests.html_pages import Page
+from tests.modules import forget
 
 PROMPT = "\n".join(
     ["def f(x):", "    # tiger=4821 and a few words more", '    return x + 1  # <b>"a"</b> & more', "", "", "?tiger="]
@@ -167,8 +169,8 @@ def test_the_plot_has_every_layer_of_a_hybrid_model(
 
 
 def test_the_page_without_matplotlib(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
-        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module("kvpolicy.reporting.plots")
+    forget(monkeypatch, "kvpolicy.reporting.plots")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "page.html"
     run([*LOOK, "--html", str(path)])

@@ -62,10 +62,10 @@ def serve(policy: str, compile: bool) -> tuple[list[list[str]], Counter]:
 @pytest.mark.parametrize(
     "policy", ["snapkv@0.5", "h2o+kivi:group_size=4:residual_length=8@0.5", "uniform/adakv+h2o@0.5", "full"]
 )
-def test_requests_share_one_graph(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_share_one_graph(policy: str) -> None:
     """Whatever their lengths and parameters are, and whichever rows are free; sizes are constants of the graph."""
     expected, none = serve(policy, compile=False)
-    assert none.graphs == 0 and "waits for the compilation" not in capsys.readouterr().err
+    assert none.graphs == 0
     answers, counted = serve(policy, compile=True)
-    assert answers == expected and "waits for the compilation" in capsys.readouterr().err
+    assert answers == expected
     assert (counted.graphs, counted.sizes) == (1, 0)

@@ -25,6 +25,7 @@ from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.prefix import PrefixFile
 from kvpolicy.serving.server import bind, listen, serving
 from kvpolicy.serving.templates import adapt_tokenizer
+from tests.modules import forget
 from tests.parallel.launchers import free_port
 from tests.serving.servers import POLICY, PROMPT, client_of, get, is_healthy, metric, post, running, wait_for
 from tests.vllm.documents import save
@@ -293,8 +294,7 @@ def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith("kvpolicy.serving")]:
-        monkeypatch.delitem(sys.modules, name)
+    forget(monkeypatch, "kvpolicy.serving")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve", "tiny", POLICY]) == 2
     assert "pip install 'kvpolicy[serve]'" in capsys.readouterr().err

@@ -168,7 +168,7 @@ def serve(
     with bind(host, port) as listener:
         loaded, tokenizer = load(model, dtype, device, tp=tp)
         how |= {"compile": arguments.compile_of(compile) if tp == 1 else False, "key": api_key}
-        how |= {"prefix_memory": prefix_memory, "channel": None if tp == 1 else Channel()}
+        how |= {"prefix_memory": prefix_memory, "channel": None if tp == 1 else Channel(), "warm": True}
         with (
             serving(loaded, tokenizer, model, str(parsed), listener, allowed_hosts=(host, *names), **how) as server,
             nullcontext() if quiet else show_status(server.metrics),

@@ -1,0 +1,68 @@
+"""The warm-up of a server: it compiles what requests need, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.serving.capacity import Capacity
+from tests.engine.graphs import Counter
+from tests.serving.servers import client_of, get, metric, running
+from tests.serving.test_compiled_rows import model_and_tokenizer
+
+
+def ask(port: int) -> str:
+    with client_of(port) as client:
+        answer = client.completions.create(model="tiny", prompt="?lion=" * 20, max_tokens=8, temperature=0)
+    return answer.choices[0].text
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_requests_compile_nothing(rows: int) -> None:
+    model, tokenizer = model_and_tokenizer()
+    how: dict[str, Any] = {"policy": "snapkv@0.5", "capacity": Capacity(rows=rows, length=400)}
+    with running((model, tokenizer), **how) as port:
+        expected = ask(port)
+    counter = Counter()
+    model.generation_config.compile_config = counter.config
+    with running((model, tokenizer), **how, compile=True, warm=True) as port:
+        assert counter.graphs == 1
+        assert ask(port) == expected
+    assert counter.graphs == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": Capacity(rows=2, length=400)}, {"prefix_memory": 1 << 28}])
+def test_nothing_is_counted(options: dict[str, Any]) -> None:
+    both: list[str] = []
+    for warm in (False, True):
+        with running(kvpolicy.tiny(), policy="h2o+kivi:bits=4@0.5", warm=warm, **options) as port:
+            both.append(
+                re.sub("\nkvpolicy_cache_nbytes .*", "", get(port, "/metrics"))
+            )  # rows stay, once there are any
+            assert ask(port)
+            assert metric(port, "prompt_tokens_total") == len(kvpolicy.tiny()[1]("?lion=" * 20).input_ids)
+    assert both[0] == both[1]
+
+
+def test_a_failure_does_not_keep_the_server_from_beginning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    monkeypatch.setattr("kvpolicy.serving.warm_up.STEPS", -500)  # it leaves so much room that the prompt is too long
+    monkeypatch.setattr("kvpolicy.serving.warm_up.LONGEST", 10**6)
+    with caplog.at_level(logging.WARNING, "kvpolicy.serving"), running((model, tokenizer), warm=True) as port:
+        assert "The warm-up failed." in caplog.text
+        assert ask(port)
+
+
+@pytest.mark.parametrize("capacity", [Capacity(rows=2, length=5), Capacity(rows=2, length=6)])
+def test_short_rows(capacity: Capacity, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt of one token, or none at all."""
+    with running(kvpolicy.tiny(), policy="full", capacity=capacity, warm=True) as port:
+        assert metric(port, "prompt_tokens_total") == 0
+    assert "failed" not in caplog.text
