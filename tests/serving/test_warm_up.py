@@ -7,9 +7,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import kvpolicy
 from kvpolicy.serving.capacity import Capacity
+from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.warm_up import warm_up
+from kvpolicy_eval.bench.models import llama
 from tests.engine.graphs import Counter
 from tests.serving.servers import client_of, get, metric, running
 from tests.serving.test_compiled_rows import model_and_tokenizer
@@ -60,9 +64,45 @@ def test_a_failure_does_not_keep_the_server_from_beginning(
         assert ask(port)
 
 
-@pytest.mark.parametrize("capacity", [Capacity(rows=2, length=5), Capacity(rows=2, length=6)])
-def test_short_rows(capacity: Capacity, caplog: pytest.LogCaptureFixture) -> None:
+class Scheduler:
+    """Takes each answer until its end."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[int, int]] = []
+
+    def submit(self, answers: list[Any]) -> None:
+        (answer,) = answers
+        given = len(answer.text)
+        while not answer.take(torch.zeros(3), 1):
+            pass
+        self.texts.append((given, len(answer.text)))
+        answer.end(None, None)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "length", "texts"),
+    [
+        (0, None, [(512, 516)]),
+        (0, 700, [(512, 516)]),
+        (0, 100, [(95, 99)]),
+        (0, 6, [(1, 5)]),
+        (0, 5, []),
+        (400, None, [(912, 916)]),
+        (1019, None, []),
+        (1018, None, [(1019, 1023)]),
+    ],
+)
+def test_texts_fit_behind_a_prefix_and_into_rows(prefix: int, length: int | None, texts: list[tuple[int, int]]) -> None:
+    """Of a model with 1,024 positions."""
+    model = llama(2, 64, 4, kv_heads=2, positions=1024)
+    scheduler: Any = Scheduler()
+    held = Prefix(ids=(1,) * prefix, cache=None) if prefix else None
+    warm_up(model, scheduler, held, length)
+    assert scheduler.texts == texts
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_short_rows(length: int) -> None:
     """A prompt of one token, or none at all."""
-    with running(kvpolicy.tiny(), policy="full", capacity=capacity, warm=True) as port:
+    with running(kvpolicy.tiny(), policy="full", capacity=Capacity(rows=2, length=length), warm=True) as port:
         assert metric(port, "prompt_tokens_total") == 0
-    assert "failed" not in caplog.text
