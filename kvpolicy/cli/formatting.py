@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from typer.core import TyperGroup
@@ -117,6 +120,18 @@ class Group(TyperGroup):
         rows = [(name, _summary(command)) for name, command in commands if command is not None and not command.hidden]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+@contextmanager
+def telling_of_unfinished_work(*places: str) -> Generator[None]:
+    """After Ctrl-C, say that the same command continues, if one of the places where unfinished work lies exists."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        found = next((place for place in places if os.path.exists(place)), None)
+        if found is not None:
+            print(f"\nInterrupted. The same command continues from {found}.", file=sys.stderr, flush=True)
+        raise
 
 
 def _summary(command: Any) -> str:

@@ -344,6 +344,8 @@ def reading(path: Path) -> Generator[None]:
     """
     from safetensors import SafetensorError
 
+    if os.path.isdir(path):
+        raise KVPolicyError(f"A cache must be one file, got the folder {str(path)!r}; try a file in it.")
     if not os.path.isfile(path):  # false for a name that is too long, at which Path.is_file would raise
         raise KVPolicyError(f"A cache file must exist, got {str(path)!r}; try creating it with kvpolicy cache make.")
     try:

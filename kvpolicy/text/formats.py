@@ -61,7 +61,11 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
     Examples:
         >>> reason_of(FileNotFoundError(2, "No such file or directory", "a.txt"))
         'no such file or directory'
+        >>> reason_of(IsADirectoryError(21, "Is a directory", "texts"))
+        'a folder'
     """
+    if isinstance(error, IsADirectoryError):
+        return "a folder"
     if isinstance(error, OSError):
         return (error.strerror or type(error).__name__).lower()
     return f"an invalid byte at position {error.start:,}"

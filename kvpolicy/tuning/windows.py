@@ -35,6 +35,8 @@ TEXTS = ("prompt", "question", "answer")
 KEYS = (*TEXTS, "id", "task")
 """All keys that a line may have; `id` and `task` are the user's."""
 
+EXAMPLE = '{"prompt": "...", "answer": "..."}'
+
 
 class Window(NamedTuple):
     """A text in two or three parts, tokenized.
@@ -218,9 +220,7 @@ def _parse(where: str, line: str) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise KVPolicyError(f"{where} must be a JSON object, got {error}; try one object on each line.") from error
     if not isinstance(content, dict):
-        raise KVPolicyError(
-            f'{where} must be a JSON object, got {type(content).__name__}; try {{"prompt": "...", "answer": "..."}}.'
-        )
+        raise KVPolicyError(f"{where} must be a JSON object, got {type(content).__name__}; try {EXAMPLE}.")
     for key in content:
         if key not in KEYS:
             raise KVPolicyError(
@@ -231,11 +231,11 @@ def _parse(where: str, line: str) -> dict[str, str]:
         value: Any = content.get(key, "" if key == "question" else None)
         if not isinstance(value, str) or (not value and key in _KEYS):
             got = f"no {key}" if key not in content else "an empty text" if value == "" else type(value).__name__
-            raise KVPolicyError(f"{where} must have a text as its {key}, got {got}.")
+            raise KVPolicyError(f"{where} must have a text as its {key}, got {got}; try {EXAMPLE}.")
         try:
             value.encode()
         except UnicodeEncodeError as error:  # half of a pair of escapes, which no tokenizer takes
-            raise KVPolicyError(f"{where} must have Unicode text as its {key}, got {error}.") from error
+            raise KVPolicyError(f"{where} must have Unicode text as its {key}, got {error}; try without it.") from error
         texts[key] = value
     return texts
 

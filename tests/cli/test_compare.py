@@ -115,7 +115,7 @@ def test_errors(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": 3}, "must have a text as its prompt, got int."),
+        ({"prompt": 3}, "must have a text as its prompt, got int; try {"),
         (
             {"answers": "1"},
             "must have keys among prompt, question, answer, id, task, got 'answers'; did you mean",

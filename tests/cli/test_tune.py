@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvpolicy.cli.app import main
 from kvpolicy.cli.commands import tune
+from kvpolicy.tuning import tune as measuring
 from kvpolicy_eval.data.windows import windows
 from tests.cli.conftest import Facts, Run
 
@@ -47,6 +50,28 @@ def test_a_policy_is_tuned_compared_and_explained(texts: Path, tmp_path: Path, r
     assert "--force" in run([*call, "--no-evidence"], 2)
     text = " ".join(run([*call, "--no-evidence", "--force"]).split())
     assert f"Use it with tuned:file={out}@0.2" in text
+
+
+def test_an_interrupted_one_says_that_it_continues(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = measuring._measured
+    calls: list[int] = []
+
+    def stops(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measured(*given)
+
+    monkeypatch.setattr(measuring, "_measured", stops)
+    out = tmp_path / "plan.json"
+    call = ["tune", "tiny", "--text", str(texts), "--out", str(out), "--budget", "0.2", "--no-evidence", *GRID]
+    assert main(call) == 130
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1] == f"Interrupted. The same command continues from {out}.unfinished."
+    assert main(call) == 0 and len(calls) == 5  # of four texts, the first one is known
+    assert "Interrupted" not in capsys.readouterr().err
 
 
 def test_plain_text_is_cut(tmp_path: Path, run: Run) -> None:

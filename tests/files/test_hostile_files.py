@@ -264,6 +264,8 @@ def test_places_where_nothing_can_be_written_or_read(tmp_path: Path, monkeypatch
         for missing in ("z" * 300, "a**b.safetensors", "a[b.safetensors"):
             with pytest.raises(KVPolicyError, match="A cache file must exist"):
                 PolicyCache.load(model, tmp_path / missing)
+        with refused(r"A cache must be one file, got the folder .*; try a file in it\."):
+            PolicyCache.load(model, tmp_path)
         wrong = b"cache.safetensors"
         with refused("must be a string or a Path, got bytes"):
             PolicyCache.load(model, wrong)

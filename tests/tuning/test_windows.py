@@ -108,7 +108,7 @@ def test_of_many_windows_some_are_chosen(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ([{"prompt": "a", "answer": "b"}, "{"], r"Line 2 of .*w\.jsonl must be a JSON object, got Expecting"),
-        (["", {"prompt": "a"}], "Line 2 .* must have a text as its answer, got no answer"),
+        (["", {"prompt": "a"}], "Line 2 .* must have a text as its answer, got no answer; try "),
         ([{"answer": "b"}], "Line 1 .* must have a text as its prompt, got no prompt"),
         ([{"prompt": "", "answer": "b"}], "as its prompt, got an empty text"),
         ([{"prompt": "a", "answer": ""}], "as its answer, got an empty text"),

@@ -13,7 +13,7 @@ import typer
 from kvpolicy.calibration.calibrator import Calibrator
 from kvpolicy.calibration.calibrators import CALIBRATORS, HeadCalibrator
 from kvpolicy.cli.arguments import Device, Dtype, Model, Seed, parse_integers, parse_names
-from kvpolicy.cli.formatting import Group, duration
+from kvpolicy.cli.formatting import Group, duration, telling_of_unfinished_work
 from kvpolicy.cli.model_loading import check_length, load
 from kvpolicy.cli.strategy_docs import attributes
 from kvpolicy.text.embedded_names import EMBEDDED
@@ -133,17 +133,18 @@ def _run(calibrator: Calibrator, given: dict[str, Any]) -> None:
     windows = token_windows(tokenizer, texts, given["length"], given["windows"], given["seed"])
     if windows:
         check_length(loaded, max(map(len, windows)), 0, "try a smaller --length")
-    content = calibrate(
-        calibrator,
-        loaded,
-        windows,
-        out,
-        # Any other model has a name itself.
-        name=model if model in EMBEDDED else None,
-        progress=not given["quiet"],
-        announce=lambda seconds: print(f"This takes up to {duration(seconds)}.", flush=True),
-        force=given["force"],
-    )
+    with telling_of_unfinished_work(os.path.join(out, "unfinished")):  # of CSR; others are faster
+        content = calibrate(
+            calibrator,
+            loaded,
+            windows,
+            out,
+            # Any other model has a name itself.
+            name=model if model in EMBEDDED else None,
+            progress=not given["quiet"],
+            announce=lambda seconds: print(f"This takes up to {duration(seconds)}.", flush=True),
+            force=given["force"],
+        )
     for line in calibrator.report(content):
         print(line)
     print(f"Wrote {out}. Use it with {calibrator.spec(quoted(out))}")

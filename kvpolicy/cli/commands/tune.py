@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli import arguments
-from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
+from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table, telling_of_unfinished_work
 from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.text.errors import KVPolicyError
 from kvpolicy.text.output import check_output
@@ -118,13 +118,15 @@ def tune(
         what = f"{counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}"
         # To standard error, so that standard output has the result alone.
         print(f"Measuring {what}: about {duration(seconds)}.", file=sys.stderr, flush=True)
+    measured: dict[str, Any] = {"measure": measure, "force": force, "tile": tile_size}
     bar = None if quiet else _Bar()
-    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar, force=force, tile=tile_size)  # pyright: ignore
-    spec = str(TunedPolicy(TunedFile(file=out), wanted))
-    evidence: dict[str, Any] | None = None
-    if not no_evidence:
-        how: dict[str, Any] = {"specs": rivals, "margin": margin, "progress": not quiet, "tile": tile_size}
-        evidence = prove(loaded, out, wanted, tuning, others, **how)
+    with telling_of_unfinished_work(f"{out}.unfinished", out):
+        curves = run(loaded, tuning, out, candidates=grid, progress=bar, **measured)
+        spec = str(TunedPolicy(TunedFile(file=out), wanted))
+        evidence: dict[str, Any] | None = None
+        if not no_evidence:
+            how: dict[str, Any] = {"specs": rivals, "margin": margin, "progress": not quiet, "tile": tile_size}
+            evidence = prove(loaded, out, wanted, tuning, others, **how)
     facts = {
         "file": out,
         "policy": spec,
