@@ -17,6 +17,7 @@ from kvpolicy.hf.division import divided
 from kvpolicy.hf.embedded import ShippedConfig
 from kvpolicy.hf.layer_sizes import layer_size, widths_of
 from kvpolicy.planning.activations import Prefill, Widths
+from kvpolicy.planning.memory import ID_NBYTES
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
 from kvpolicy.policy import LayeredPolicy, Policy, for_model
@@ -71,6 +72,7 @@ class ModelShape:
         states: States of layers that have some, beside their attention or in place of it; the model's own.
         depth: All layers of the model: also those with neither tokens nor a state, such as an MLP alone.
         owners: For each layer that reads the keys of an earlier one, and holds nothing, the index of that layer.
+        given: Bytes of a token as the decoder is given it: an id, or an embedding with what layers are given beside it.
     """
 
     shape: LayerShape
@@ -82,6 +84,7 @@ class ModelShape:
     states: dict[int, LayerStates]
     depth: int
     owners: dict[int, int]
+    given: int
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """Description of the model for codecs.
@@ -219,7 +222,14 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1, *, foll
         states=_states(text, kinds.states, wanted),
         depth=kinds.depth,
         owners=kinds.owners,
+        given=ID_NBYTES if text is config else _embedded_nbytes(text, wanted),
     )
+
+
+def _embedded_nbytes(text: Any, dtype: torch.dtype) -> int:
+    """Bytes of a token that a model of several parts embeds, with the embeddings by layer of some (Gemma 4)."""
+    by_layer = getattr(text, "hidden_size_per_layer_input", None) or 0
+    return (text.hidden_size + by_layer * text.num_hidden_layers) * dtype.itemsize
 
 
 def _check_sharded(text: Any, kinds: _Kinds, tp: int) -> None:

@@ -129,6 +129,7 @@ def build_plan(
             held=in_codes,
             trimmed=trimmed,
             waiting=waiting,
+            given=model.given,
         ),
         prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
         full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices) + prefilled,

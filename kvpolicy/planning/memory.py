@@ -31,6 +31,9 @@ from kvpolicy.statistics import InputScorer, InputScores, ReplayedRows
 from kvpolicy.statistics.statistic import Projection, first_of
 from kvpolicy.text.model_file import versions_in
 
+ID_NBYTES = 8
+"""Bytes of a token id."""
+
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
 
@@ -188,6 +191,7 @@ def prefill_peak(
     held: Callable[[int], int] | None = None,
     trimmed: int | None = None,
     waiting: Callable[[int], Sequence[int]] | None = None,
+    given: int = ID_NBYTES,
 ) -> int:
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
@@ -207,6 +211,7 @@ def prefill_peak(
         trimmed: The most bytes of what waits of measured prompts; None if they wait whole.
         waiting: Of prompts of so many tokens, the bytes of earlier layers that wait to be encoded while each layer has
             its prompt; none by default.
+        given: Bytes of a token as the decoder is given it, which a replay needs again.
     """
     prompt = batch * columns * shape.token_nbytes
     new = min(chunk or columns, columns)
@@ -216,13 +221,13 @@ def prefill_peak(
     held = held or (lambda tokens: len(layers) * batch * tokens * shape.token_nbytes)
     replay = policy.replay
     if replay is not None:
-        # A score of each token and head, the queries that a merger observes, and the ids, validity and next position of
-        # the replayed text; one chunk of keys and values is alive besides.
+        # A score of each token and head, the queries that a merger observes, and the tokens, validity and next position
+        # of the replayed text; one chunk of keys and values is alive besides.
         scores = batch * columns * shape.heads * 4
         asked = [first_of(ReplayedRows, own.merger.statistics) for own in policy.distinct]
         observed = max(0 if each is None else each.width for each in asked)
         scores += batch * observed * (shape.heads * shape.group * shape.head_dim * shape.dtype.itemsize + 8)
-        text = batch * (columns * (8 + 1) + 8)
+        text = batch * (columns * (given + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
         return held(columns) + len(layers) * scores + plain + text + chunk + unmanaged_nbytes
     if holds and piece < prompt:

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvpolicy
+from kvpolicy.hf.model_spec import describe
 from kvpolicy_eval.families.check import SEEN_FROM, WITHIN
 from kvpolicy_eval.families.conversation import generated, written_by_stock, written_under
 from kvpolicy_eval.families.differences import until_parted
@@ -197,3 +198,20 @@ def test_a_replay_of_what_layers_are_given_beside_embeddings(name: str) -> None:
             one(input_ids=ids, cache=cache)
             found.append([kept_positions(layer) for layer in cache.policy_layers])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_counts_the_embeddings_that_a_replay_needs(name: str) -> None:
+    """A model with pictures gives its decoder no ids."""
+    model, _ = made(FAMILIES[name])
+    ids = tokens(30, 9)
+    planned = kvpolicy.plan(model, "kvzip@0.5", batch=2, prompt=31)
+    with torch.no_grad(), kvpolicy.attach(model, "kvzip@0.5"):
+        cache = kvpolicy.PolicyCache(model, prompt=31)
+        model(input_ids=ids.expand(2, -1), cache=cache)
+        (held,) = [layer.transcript for layer in cache.policy_layers if layer.transcript is not None]
+        before = cache.nbytes
+        model(input_ids=ids[:, :1].expand(2, -1), cache=cache)
+    given = describe(model.config, torch.float64).given
+    assert given > 8 and held.nbytes == 2 * (30 * (given + 1) + 8)
+    assert cache.plan is not None and before < cache.plan.peak_nbytes == planned.peak_nbytes
