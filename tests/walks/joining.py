@@ -61,6 +61,7 @@ class Joined:
         if self._acting.attempt(self._rows, words, lambda joined: joined.put(row, cache))[0]:
             with torch.no_grad():
                 self._single[row] = cache.fork()
+            self._rows.has_gap |= source.has_gap
         assert changes(before, state_of(cache)) == []
 
     def _step(self) -> None:
@@ -69,6 +70,7 @@ class Joined:
         done, logits = self._acting.attempt(self._rows, step, lambda cache: self._model(ids, cache=cache).logits)
         if not done:
             return
+        self._rows.has_gap = False
         for row, cache in self._single.items():
             with torch.no_grad():
                 place = cache.policy_layers[0].length[:, None].clone()

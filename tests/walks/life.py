@@ -70,6 +70,7 @@ class Life:
         broken: Whether a forward was refused in the middle, so that only `reset` is left.
         ended: Whether nothing more is done to it.
         marked: Whether steps may be taken back.
+        has_gap: Whether its end moved behind its newest tokens, which heads then need not hold.
     """
 
     name: str
@@ -84,13 +85,13 @@ class Life:
     broken: bool = False
     ended: bool = False
     marked: bool = False
+    has_gap: bool = False
 
     def child(self, name: str, cache: PolicyCache) -> Life:
         """The life of a copy of the cache."""
         rows = [row.copy() for row in self.rows]
-        return Life(
-            name, cache, self.start, list(self.history), self.ids, self.mask, rows, self.logits, shares=self.shares
-        )
+        past = (self.start, list(self.history), self.ids, self.mask, rows, self.logits)
+        return Life(name, cache, *past, shares=self.shares, has_gap=self.has_gap)
 
     def take(self, rows: list[int]) -> None:
         """Follow a choice of the cache's rows."""
@@ -147,7 +148,7 @@ def check_cache(life: Life) -> None:
     """The stores keep their invariants, and the cache knows its bytes."""
     cache = life.cache
     for layer in cache.policy_layers:
-        check_invariants(layer.store)
+        check_invariants(layer.store, keeps_newest=not life.has_gap)
     if not cache.is_initialized:
         return
     report = cache.report()

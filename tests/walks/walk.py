@@ -221,6 +221,7 @@ class Walk:
             return
         life.ids = all_ids
         life.mask = all_mask
+        life.has_gap &= not bool(mask.all())
         assert life.logits is not None
         assert not bool(mask.all()) or bool(life.logits.isfinite().all())
         for number, row in enumerate(life.rows):
@@ -397,6 +398,7 @@ class Walk:
         if not self._do(life, f"shift {at}, {by}", operation) or not by:
             return
         life.tell_rows(operation)
+        life.has_gap |= at == life.ids.shape[1]
         between = torch.full((len(life.ids), max(by, 0)), 5)
         life.ids = torch.cat([life.ids[:, : min(at, at + by)], between, life.ids[:, at:]], 1)
         life.mask = torch.ones_like(life.ids)
@@ -406,6 +408,7 @@ class Walk:
             return
         life.broken = False
         life.marked = False
+        life.has_gap = False
         if life.shares:
             life.ended = True
             return
