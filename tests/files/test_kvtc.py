@@ -30,6 +30,7 @@ from tests.conformance.policies import words
 from tests.files.kvtc import LENGTH, SINKS, WINDOW, calibrated, filled, passed, spec, windows
 from tests.files.test_hostile_files import NASTY, changed, forge, places, stored
 from tests.reference import transform_coding as reference
+from tests.sampling import each_once, product
 
 SAME = ["full", "window@0.6", "full+quest:read=6:page=2"]
 """Policies under which all heads hold the same tokens."""
@@ -126,8 +127,7 @@ def expected(cache: PolicyCache, layers: list[int], folder: Path, ratio: int, jo
     return found
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("policy", [*SAME, BY_LAYER, *OTHERS])
+@product("policy,layers", [*SAME, BY_LAYER, *OTHERS], [1, 2], sample=each_once([*SAME, BY_LAYER, *OTHERS], [1, 2]))
 def test_vectors_are_those_of_the_definition(policy: str, layers: int, tmp_path: Path) -> None:
     folder = tmp_path / "calibration"
     model = calibrated(folder, layers=layers)

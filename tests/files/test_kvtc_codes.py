@@ -19,6 +19,7 @@ from kvpolicy.hf.kvtc.transform import principal_components
 from tests.conformance.models import build
 from tests.files.kvtc import windows
 from tests.reference import transform_coding as reference
+from tests.sampling import product
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -69,8 +70,7 @@ def test_stored_bytes(tokens: int) -> None:
     assert stored(x, []) == b"" and read_stored(b"", [], tokens).shape == (tokens, 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["normal", "falling", "equal"])
+@product("kind,seed", ["normal", "falling", "equal"], range(4), sample=[("normal", 0), ("falling", 1), ("equal", 2)])
 def test_bits_are_divided_with_the_least_error(kind: str, seed: int) -> None:
     """As trying every way does, for every budget."""
     x = draw(5, 5, seed=seed)
