@@ -123,24 +123,18 @@ def attention_forward(
         _check_attached(stock, module)
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         _check_arguments(module, kwargs, allowed=REFUSED)  # which the stock function takes
-        mask = attention_mask
-        run = _stock_attention(stock, module)
-        if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
-            mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
-        return run(module, query, key, value, mask, **how)
+        return _as_stock(stock, module, query, key, value, attention_mask, how)
     _check_arguments(module, kwargs)
     # Without a cache, a mask says what is seen, whatever the argument.
     if policy_cache is not None and kwargs.get("is_causal") is False:
         raise _looks_ahead(module)
     attention = attend
-    if attention_mask is not None and attention_mask.dim() == 4 and isinstance(policy_cache, CacheForward):
-        layer: Any = policy_cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if isinstance(layer, PolicyLayer) and layer.is_initialized and hides_padding(attention_mask, layer.length):
-            attention_mask = is_token(attention_mask[..., -query.shape[2] :])  # of text behind a picture
     if attention_mask is not None and attention_mask.dim() != 2:
-        _check_blocks(policy_cache, module, attention_mask, query.shape[2])
-        attention = _under_own_mask(stock, module, attention_mask, how)
-        attention_mask = is_token(attention_mask)
+        seen = _behind(policy_cache, module, attention_mask, query.shape[2])
+        if seen is None:
+            attention = _under_own_mask(stock, module, attention_mask, how)
+            seen = is_token(attention_mask)
+        attention_mask = seen
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
         raise _other_sinks(module, len(sinks), query.shape[1])
@@ -168,6 +162,15 @@ def attention_forward(
             else:
                 out = policy_cache.attend(layer_idx, *given)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _as_stock(
+    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """The stock function for a layer without slots."""
+    if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
+        mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
+    return _stock_attention(stock, module)(module, query, key, value, mask, **how)
 
 
 def no_padding(dimensions: int) -> KVPolicyError:
@@ -226,10 +229,10 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any], allowed: tuple[s
             )
 
 
-def _check_blocks(
+def _behind(
     policy_cache: CacheForward | PassingCache | LatentAttention | None, module: nn.Module, mask: Tensor, new: int
-) -> None:
-    """Refuse a mask of more than padding where tokens stand before the new ones, or layers take tiles.
+) -> Tensor | None:
+    """Read a mask of pairs of tokens: which new tokens are not padding, if it hides nothing else behind earlier ones.
 
     Args:
         policy_cache: What attends for the module.
@@ -237,19 +240,27 @@ def _check_blocks(
         mask: Its mask, [B, 1, P, N].
         new: P.
 
+    Returns:
+        Which tokens are not padding, [B, P] bool, as of text behind a picture; None for the mask of a whole prompt.
+
     Raises:
-        KVPolicyError: Naming what stands before.
+        KVPolicyError: If it does more where tokens stand before the new ones, or where layers take tiles.
     """
     layer: Any = None
-    if isinstance(policy_cache, CacheForward) and policy_cache.tile is None:
+    if isinstance(policy_cache, CacheForward):
         layer = policy_cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    stands = not isinstance(layer, PolicyLayer) or layer.holds_tokens
+    is_managed = isinstance(layer, PolicyLayer)
+    if is_managed and mask.dim() == 4 and layer.is_initialized and hides_padding(mask, layer.length):
+        return is_token(mask[..., -new:])
+    in_tiles = isinstance(policy_cache, CacheForward) and policy_cache.tile is not None
+    stands = in_tiles or not is_managed or layer.holds_tokens
     if stands or mask.dim() != 4 or mask.shape[-1] != new:
         raise KVPolicyError(
             f"The attention mask must be 2-D under a policy, got {mask.dim()} dimensions, as for image tokens that "
             "attend to later ones, of which a whole picture must be in the first forward; try pictures in one prompt "
             "without tile or prefill_chunk_size, or text alone."
         )
+    return None
 
 
 def _holds_tensor(value: Any) -> bool:
