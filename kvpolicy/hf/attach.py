@@ -230,17 +230,23 @@ class Handle:
     # connecting
 
     def _connect(self, sites: Sites, *, gathers: bool) -> None:
-        owner = rope_owner(self._model, sites.decoder)
+        decoder = sites.decoder
+        owner = rope_owner(self._model, decoder)
         deltas = None if owner is None else RopeDeltas(owner)
-        hooks = ForwardHooks(self._model, sites.decoder, self._attachment, self._recent, deltas)
+        hooks = ForwardHooks(self._model, decoder, self._attachment, self._recent, deltas)
         self._hooks = hooks
         # Pushed in this order, undone in reverse.
         self._undo.append(swap_implementation(self._model))
-        self._undo.append(sites.decoder.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
-        self._undo.append(sites.decoder.register_forward_hook(hooks.after).remove)
+        self._undo.append(decoder.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        self._undo.append(decoder.register_forward_hook(hooks.after).remove)
         if deltas is not None:
             self._undo.append(deltas.connect())
-        for outer in around(self._model, sites.decoder):
+        outer_models = around(self._model, decoder)
+        # A model of several parts makes the masks itself; the innermost one is called in every way.
+        parted = [outer for outer in outer_models if getattr(outer, "config", decoder.config) is not decoder.config]
+        if parted:
+            self._undo.append(parted[-1].register_forward_pre_hook(hooks.check_mask, with_kwargs=True).remove)
+        for outer in outer_models:
             if cache_name(outer) == OLD:  # it would pass on no cache of the new name
                 self._undo.append(outer.register_forward_pre_hook(take_new_name, with_kwargs=True).remove)
         for site in sites.layers:
@@ -264,11 +270,11 @@ class Handle:
         if self._attachment.tile is not None:
             check_layers(sites.layers)
             self._undo += [take_tiles(site) for site in sites.layers]
-            self._undo += [norm_in_tiles(norm, hooks.tile_size) for norm in last_norms(sites.decoder)]
-            for outer in around(self._model, sites.decoder):
+            self._undo += [norm_in_tiles(norm, hooks.tile_size) for norm in last_norms(decoder)]
+            for outer in outer_models:
                 self._undo.append(outer.register_forward_pre_hook(hooks.before_outer, with_kwargs=True).remove)
                 self._undo.append(outer.register_forward_hook(end_masks, always_call=True).remove)
-            self._undo.append(sites.decoder.register_forward_hook(end_masks, always_call=True).remove)
+            self._undo.append(decoder.register_forward_hook(end_masks, always_call=True).remove)
         self._undo += offer_cache(self._model, self._recent, deltas)
 
 

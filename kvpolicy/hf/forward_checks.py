@@ -63,11 +63,13 @@ class Positions(NamedTuple):
 
     Attributes:
         learned: How many positions it has learned embeddings of, or None.
-        by_mask: Whether it counts tokens by the attention mask, and not columns.
+        by_mask: Whether tokens are counted by the attention mask, and not columns.
+        of_mask: Whether the decoder does this itself, and needs a column for each token so far.
     """
 
     learned: int | None
     by_mask: bool
+    of_mask: bool = False
 
 
 COUNT_BY_MASK = ("opt",)
@@ -84,11 +86,18 @@ def positions_of(decoder: nn.Module, *, by_mask: bool) -> Positions:
     if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
         return Positions(None, by_mask)
     config: Any = decoder.config  # of a model of several parts, the whole config has no such number
-    return Positions(int(config.max_position_embeddings), by_mask or config.model_type in COUNT_BY_MASK)
+    counts = config.model_type in COUNT_BY_MASK
+    return Positions(int(config.max_position_embeddings), by_mask or counts, counts)
 
 
 def check_call(
-    model: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any], positions: Positions
+    model: nn.Module,
+    cache: PolicyCache,
+    tokens: Tensor,
+    call: dict[str, Any],
+    positions: Positions,
+    *,
+    is_made: bool = False,
 ) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 
@@ -98,6 +107,7 @@ def check_call(
         tokens: Ids or embeddings, [B, P(, D)].
         call: The call's other arguments.
         positions: How the model numbers tokens.
+        is_made: Whether a model around the decoder made its mask, of one that was checked.
 
     Raises:
         KVPolicyError: Naming what is wrong and how to go on.
@@ -142,8 +152,12 @@ def check_call(
             f"The call must have the {held} row(s) of its cache, got {rows}; try a new cache, or "
             "cache.batch_select_indices to choose rows."
         )
-    if call.get("attention_mask") is not None:
-        _check_mask(cache, call["attention_mask"], rows, new)
+    mask = call.get("attention_mask")
+    counts = positions.of_mask and call.get("position_ids") is None
+    if isinstance(mask, DeferredMask):
+        raise no_padding(4)
+    if not is_made and (mask is not None or counts or cache.attachment.model_shape.unmanaged):
+        check_mask(cache, mask, rows, new, counts=counts)
     # A lookup behind the last one fails on a CPU, and breaks a CUDA device.
     learned = positions.learned
     if learned is not None and (end := _end(cache, new, call, positions)) > learned:
@@ -155,9 +169,22 @@ def check_call(
         check_angles(config, cache, _end(cache, new, call, positions))
 
 
-def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
-    if isinstance(mask, DeferredMask):
-        raise no_padding(4)
+def check_mask(cache: PolicyCache, mask: Any, rows: int, new: int, *, counts: bool = False) -> None:
+    """Refuse a mask that is not that of the cache's tokens and new ones.
+
+    Args:
+        cache: The cache.
+        mask: Which tokens are not padding, [B, N] or [B, P], or None.
+        rows: B.
+        new: P.
+        counts: Whether the decoder numbers the new tokens by the mask.
+
+    Raises:
+        KVPolicyError: Naming what is wrong and how to go on.
+    """
+    if mask is None:
+        _check_no_mask(cache, new, counts=counts)
+        return
     if not isinstance(mask, Tensor):
         raise KVPolicyError(
             f"The attention mask must be a 2-D tensor, got {type(mask).__name__}; try a tensor with 1 for a token and "
@@ -177,7 +204,7 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             f"{float(mask[(mask != 0) & (mask != 1)][0]):g}; try 1 for a token and 0 for padding."
         )
     first = cache.policy_layers[0]
-    _check_columns(cache, mask, new)
+    _check_columns(cache, mask, new, counts=counts)
     if new > 1 and cache.attachment.model_shape.states:
         begun = mask.new_zeros(rows, dtype=torch.bool)
         if first.is_initialized:
@@ -204,15 +231,33 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             assert_async(same.all(), f"{said}.")
 
 
-def _check_columns(cache: PolicyCache, mask: Tensor, new: int) -> None:
-    """Refuse a mask of neither all columns nor the new ones, or of the new ones where sliding windows count columns."""
+def _check_no_mask(cache: PolicyCache, new: int, *, counts: bool) -> None:
+    """Refuse to go on behind padding without a mask where something counts it: only layers with slots remember it."""
+    first = cache.policy_layers[0]
+    windows = cache.attachment.model_shape.unmanaged
+    if not first.is_initialized or cache.rows is not None or not (windows or counts):
+        return
+    same = (first.length == first.get_seq_length() - first.prefix_columns).all()
+    said = (
+        "The attention mask must be given behind a padded prompt where layers have sliding windows, or positions are "
+        "counted by it, got none; try the earlier mask with a column for each new token behind it."
+    )
+    if new == 1:  # without waiting for the device
+        assert_async(same, said)
+    elif not bool(same):
+        raise KVPolicyError(said)
+
+
+def _check_columns(cache: PolicyCache, mask: Tensor, new: int, *, counts: bool) -> None:
+    """Refuse a mask of neither all columns nor the new ones, or of the new ones where columns are counted by it."""
     seen = cache.policy_layers[0].get_seq_length()
     whole = f"{seen + new} columns for all tokens so far"
     windows = cache.attachment.model_shape.unmanaged
-    if mask.shape[1] == new and seen and windows:
+    if mask.shape[1] == new and seen and (windows or counts):
+        why = "layers have sliding windows, whose mask counts columns" if windows else "it numbers the tokens"
         raise KVPolicyError(
-            f"The attention mask must have {whole} where layers have sliding windows, whose mask counts columns, got "
-            f"{new} for the new ones; try the earlier mask with a column for each new token behind it."
+            f"The attention mask must have {whole} where {why}, got {new} for the new ones; try the earlier mask with "
+            "a column for each new token behind it."
         )
     if mask.shape[1] not in (new, seen + new):
         raise KVPolicyError(

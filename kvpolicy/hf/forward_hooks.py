@@ -106,8 +106,10 @@ class ForwardHooks:
             )
         if cache.rows is not None:
             cache.rows.check_step(tokens, kwargs)
-        mask = forward_checks.own_mask(module, kwargs.get("attention_mask"))
-        forward_checks.check_call(self._model, cache, tokens, {**kwargs, "attention_mask": mask}, self._positions)
+        whole_mask = kwargs.get("attention_mask")
+        mask = forward_checks.own_mask(module, whole_mask)
+        call = {**kwargs, "attention_mask": mask}
+        forward_checks.check_call(self._model, cache, tokens, call, self._positions, is_made=mask is not whole_mask)
         limit = self._attachment.trained_positions
         if (
             limit is not None
@@ -149,6 +151,19 @@ class ForwardHooks:
         size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
         self.running.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
         defer_masks(size is not None)
+
+    def check_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the mask of a model around the decoder, which gives it others: one for each kind of layer (Gemma 3)."""
+        mask = kwargs.get("attention_mask")
+        tokens = forward_calls.tokens_of(args, kwargs)
+        is_usual = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+        if torch.compiler.is_compiling() or tokens is None or not is_usual:
+            return
+        cache = passed_cache(kwargs)
+        if cache is None and mask is not None and kwargs.get("use_cache") is not False:
+            cache = PolicyCache(self._model)  # like the one that the decoder is given
+        if isinstance(cache, PolicyCache) and cache.attachment is self._attachment:
+            forward_checks.check_mask(cache, mask, *tokens.shape[:2])
 
     def tile_size(self) -> int | None:
         """The tile size of this thread's forward; None if its layers take all tokens at once, or none runs."""

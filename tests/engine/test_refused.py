@@ -193,6 +193,46 @@ def test_a_compiled_step_with_a_mask_of_its_own_column(family: str, refused: boo
         assert "sliding windows, whose mask counts columns, got 1" in one_sentence(error.value)
 
 
+def padded(family: str) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model, two rows of 19 columns of which one has padding in front, and their positions."""
+    ids = torch.arange(3, 41).view(2, 19)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    return build(family), ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "opt"])
+def test_no_mask_behind_a_padded_prompt(family: str, new: int) -> None:
+    """Where windows or positions are counted by it; with it, the cache goes on."""
+    model, ids, mask, places = padded(family)
+    end = 16 + new
+    given = {} if family == "opt" else {"position_ids": places[:, 16:end]}
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        expected = model(ids[1:, 5:end]).logits[0, -new:]
+        cache = kvpolicy.PolicyCache(model)
+        model(ids[:, :16], attention_mask=mask[:, :16], position_ids=places[:, :16], cache=cache)
+        with pytest.raises(RuntimeError if new == 1 else kvpolicy.KVPolicyError, match="be given behind a padded pr"):
+            model(ids[:, 16:end], cache=cache, **given)
+        found = model(ids[:, 16:end], attention_mask=mask[:, :end], cache=cache, **given).logits[1]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_a_mask_of_new_columns_where_the_model_numbers_tokens_by_it(new: int) -> None:
+    model, ids, _, places = padded("opt")
+    ids, places = ids[:1], places[:1]
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        expected = model(ids[:, : 1 + new]).logits[:, 1:]
+        cache = kvpolicy.PolicyCache(model)
+        model(ids[:, :1], cache=cache)
+        columns = torch.ones(1, new, dtype=torch.int64)
+        with pytest.raises(kvpolicy.KVPolicyError, match=f"{new + 1} columns for .* where it numbers the tokens, got"):
+            model(ids[:, 1 : 1 + new], attention_mask=columns, cache=cache)
+        found = model(ids[:, 1 : 1 + new], attention_mask=columns, position_ids=places[:, 1 : 1 + new], cache=cache)
+    assert torch.allclose(found.logits, expected, atol=1e-4)
+
+
 def filled() -> DynamicCache:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)

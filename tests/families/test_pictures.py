@@ -28,7 +28,7 @@ import kvpolicy
 from kvpolicy.hf.model_spec import describe
 from kvpolicy_eval.families.check import SEEN_FROM, WITHIN
 from kvpolicy_eval.families.conversation import generated, written_by_stock, written_under
-from kvpolicy_eval.families.differences import until_parted
+from kvpolicy_eval.families.differences import difference, until_parted
 from kvpolicy_eval.families.entries import IMAGE, Entry
 from kvpolicy_eval.families.prompts import Inputs, tokens
 from kvpolicy_eval.families.small_config import small_config
@@ -215,3 +215,56 @@ def test_a_plan_counts_the_embeddings_that_a_replay_needs(name: str) -> None:
     given = describe(model.config, torch.float64).given
     assert given > 8 and held.nbytes == 2 * (30 * (given + 1) + 8)
     assert cache.plan is not None and before < cache.plan.peak_nbytes == planned.peak_nbytes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wrong_masks_are_refused_before_the_model_makes_others_of_them(name: str) -> None:
+    """The decoder of some is given masks of pairs, which do not show what was wrong."""
+    model, _ = made(FAMILIES[name])
+    ids = tokens(20, 9).expand(2, -1)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :5] = 0
+    other = mask.clone()
+    other[1, 4] = 1
+    wrong: list[tuple[Any, int, str]] = [
+        (torch.full((2, 16), 0.5), 0, "no other numbers than 0 and 1, got 0.5"),
+        (torch.zeros(2, 16), 0, "at least one token, got only padding"),
+        (mask[:, :15], 0, "16 columns for all tokens so far.*, got 15"),
+        (torch.ones(3, 16), 0, "2-D with 2 row"),
+        (mask[:, :19], 16, "20 columns for all tokens so far.*, got 19"),
+        (other, 16, "the same earlier tokens that the cache has seen"),
+    ]
+    if name.startswith("Gemma"):
+        wrong.append((mask[:, 16:], 16, "20 columns for all tokens so far where layers have sliding windows"))
+        wrong.append((None, 16, "must be given behind a padded prompt"))
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 16:]
+        cache = kvpolicy.PolicyCache(model)
+        for start, stop in ((0, 16), (16, 20)):
+            for given, at, said in wrong:
+                if at == start:
+                    with pytest.raises(kvpolicy.KVPolicyError, match=said):
+                        model(input_ids=ids[:, start:stop], attention_mask=given, cache=cache)
+            found = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache).logits
+    assert difference(found, expected) <= WITHIN
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "Qwen3.5"])
+def test_padding_in_later_chunks_is_that_of_the_stock_model(name: str) -> None:
+    """Also where the decoder is given masks of new tokens that the model around it has made."""
+    model, _ = made(FAMILIES[name])
+    ids = tokens(20, 9).expand(2, -1)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :12] = 0
+
+    def logits() -> torch.Tensor:
+        first = model(input_ids=ids[:, :8], attention_mask=mask[:, :8], use_cache=True)
+        second = model(input_ids=ids[:, 8:16], attention_mask=mask[:, :16], cache=first.cache)
+        third = model(input_ids=ids[:, 16:17], attention_mask=mask[:, :17], cache=second.cache)
+        return torch.cat([second.logits[:, 4:], third.logits], 1)
+
+    with torch.no_grad():
+        expected = logits()
+        with kvpolicy.attach(model, "full"):
+            found = logits()
+    assert difference(found, expected) <= WITHIN

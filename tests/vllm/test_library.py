@@ -151,7 +151,7 @@ def test_without_a_folder_paths_are_taken(saved: Saved, tmp_path: Path) -> None:
     for missing in (tmp_path / "missing.safetensors", tmp_path / ("x" * 5000)):
         with pytest.raises(KVPolicyError, match="document must be a file that exists"):
             library.find(str(missing))
-    with pytest.raises(KVPolicyError, match="must exist"):
+    with pytest.raises(KVPolicyError, match="must be one file, got the folder"):
         library.find(str(tmp_path))
 
 
