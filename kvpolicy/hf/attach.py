@@ -242,9 +242,9 @@ class Handle:
         if deltas is not None:
             self._undo.append(deltas.connect())
         outer_models = around(self._model, decoder)
-        # A model of several parts makes the masks itself; the innermost one is called in every way.
+        # A model of several parts may make masks for each kind of layer; the innermost one is called in every way.
         parted = [outer for outer in outer_models if getattr(outer, "config", decoder.config) is not decoder.config]
-        if parted:
+        if parted and forward_checks.takes_masks_by_kind(decoder):
             self._undo.append(parted[-1].register_forward_pre_hook(hooks.check_mask, with_kwargs=True).remove)
         for outer in outer_models:
             if cache_name(outer) == OLD:  # it would pass on no cache of the new name

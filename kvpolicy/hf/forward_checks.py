@@ -37,8 +37,12 @@ def own_mask(decoder: nn.Module, mask: Any) -> Any:
     """
     if isinstance(mask, Tensor) and mask.dim() == 4:
         raise no_padding(4)
-    kinds: Any = getattr(decoder.config, "layer_types", None)
-    return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
+    return mask.get("full_attention", mask) if isinstance(mask, dict) and takes_masks_by_kind(decoder) else mask
+
+
+def takes_masks_by_kind(decoder: nn.Module) -> bool:
+    """Whether a decoder may be given a mask for each kind of its layers; any other one checks the caller's mask."""
+    return bool(getattr(decoder.config, "layer_types", None))
 
 
 def check_adapters(model: Any) -> None:
@@ -76,7 +80,7 @@ COUNT_BY_MASK = ("opt",)
 """Types of models with learned positions that number tokens by the mask; in others, padding takes positions."""
 
 
-def positions_of(decoder: nn.Module, *, by_mask: bool) -> Positions:
+def numbering_of(decoder: nn.Module, *, by_mask: bool) -> Positions:
     """How a decoder numbers tokens.
 
     Args:

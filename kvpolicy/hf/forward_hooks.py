@@ -68,7 +68,7 @@ class ForwardHooks:
         self._attachment = attachment
         self._recent = recent
         self._deltas = deltas
-        self._positions = forward_checks.positions_of(decoder, by_mask=deltas is not None)
+        self._positions = forward_checks.numbering_of(decoder, by_mask=deltas is not None)
         self._makes_both = forward_calls.makes_both_caches(decoder)
         self._names = list(inspect.signature(decoder.forward).parameters)
         self._cache_name = cache_name(decoder)

@@ -45,9 +45,8 @@ def test_nothing_is_counted(options: dict[str, Any]) -> None:
     both: list[str] = []
     for warm in (False, True):
         with running(kvpolicy.tiny(), policy="h2o+kivi:bits=4@0.5", warm=warm, **options) as port:
-            both.append(
-                re.sub("\nkvpolicy_cache_nbytes .*", "", get(port, "/metrics"))
-            )  # rows stay, once there are any
+            # But for the bytes of rows, which stay once there are any.
+            both.append(re.sub("\nkvpolicy_cache_nbytes .*", "", get(port, "/metrics")))
             assert ask(port)
             assert metric(port, "prompt_tokens_total") == len(kvpolicy.tiny()[1]("?lion=" * 20).input_ids)
     assert both[0] == both[1]
