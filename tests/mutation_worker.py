@@ -3,9 +3,9 @@
     python tests/mutation_worker.py < requests > answers
 
 `tests/mutations.py` starts one for each job. A defect is tried in seconds where importing PyTorch and transformers
-takes most of the time of a test. A request is a line of JSON with `folder`, `tests`, `arguments` of pytest and the
-`limit` in seconds; its answer has `code`, the exit code of pytest or None after the limit, `failed`, the ids of tests
-that failed, and the end of the `output`.
+takes most of the time of a test. A request is a line of JSON with `folder`, `tests`, `arguments` of pytest, the `limit`
+in seconds and `only`, the ids of the tests that may run, or null for all; its answer has `code`, the exit code of
+pytest or None after the limit, `failed`, the ids of tests that failed, and the end of the `output`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def _run(request: dict[str, Any], output: Path, failed: Path) -> None:
             del sys.modules[name]  # of another copy: an installed package has a start-up file that imports it
         import pytest
 
-        code = int(pytest.main([*request["arguments"], *request["tests"]], plugins=[Failures(failed)]))
+        plugins: list[object] = [Failures(failed)]
+        if request["only"] is not None:
+            plugins.append(Chosen(frozenset(request["only"])))
+        code = int(pytest.main([*request["arguments"], *request["tests"]], plugins=plugins))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -88,6 +91,19 @@ class Failures:
         if report.failed:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{report.nodeid}\n")
+
+
+class Chosen:
+    """A plugin of pytest that leaves out all tests but some."""
+
+    def __init__(self, ids: frozenset[str]) -> None:
+        """Run the tests of these ids."""
+        self._ids = ids
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Deselect the others."""
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._ids])
+        items[:] = [item for item in items if item.nodeid in self._ids]
 
 
 def _wait(child: int, limit: float) -> int | None:

@@ -4,6 +4,7 @@
     python tests/mutations.py --only engine codecs  # those whose file or name contains one of the words
     python tests/mutations.py --log mutations.jsonl # skip what the log already has, and add to it
     python tests/mutations.py --matrix kills.jsonl  # for each defect, all tests that find it
+    python tests/mutations.py --reach .coverage     # run only tests that run what a defect changes, see tests/reach.py
 
 Each defect is put into a copy of the repository, and the tests that claim the behavior run there. A defect is found if
 one of them fails. The command fails if a defect survives without a reason, or if one with a reason is found after all.
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.mutants import Mutation, all_mutations  # noqa: E402
+from tests.reach import Reach  # noqa: E402
 
 LIMIT = 240
 """Seconds after which the tests of a defect are stopped: twice what they may take where nothing else runs."""
@@ -61,10 +63,18 @@ class Worker:
             stdout=subprocess.PIPE,
         )
 
-    def run(self, tests: tuple[str, ...], *arguments: str, limit: float = LIMIT) -> dict[str, Any]:
-        """Run tests; returns the verdict, the failed tests and the end of their output."""
+    def run(
+        self, tests: tuple[str, ...], *arguments: str, limit: float = LIMIT, only: set[str] | None = None
+    ) -> dict[str, Any]:
+        """Run tests, or those with ids in `only`; returns the verdict, the failed ones and the end of their output."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"folder": str(self.folder), "tests": tests, "arguments": [*ARGUMENTS, *arguments], "limit": limit}
+        request = {
+            "folder": str(self.folder),
+            "tests": tests,
+            "arguments": [*ARGUMENTS, *arguments],
+            "limit": limit,
+            "only": None if only is None else sorted(only),
+        }
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         code = answer.pop("code")
@@ -75,18 +85,21 @@ class Worker:
         self._process.communicate()
 
 
-def try_mutation(mutation: Mutation, worker: Worker, *, all_failures: bool) -> dict[str, Any]:
+def try_mutation(
+    mutation: Mutation, worker: Worker, *, all_failures: bool, reach: Reach | None = None
+) -> dict[str, Any]:
     """Put one defect into the worker's copy, run its tests, and take it out again.
 
-    Slow tests run where the others do not find it.
+    Slow tests run where the others do not find it; `reach` does not know them.
     """
     path = worker.folder / mutation.file
     source = path.read_text(encoding="utf-8")
+    only = None if reach is None else reach.tests(mutation, source)
     stop = [] if all_failures else ["-x"]
     started = time.monotonic()
     try:
         _write(path, mutation.apply(source))
-        result = worker.run(mutation.tests, *stop)
+        result = worker.run(mutation.tests, *stop, only=only)
         slow = result["verdict"] == "survived"
         if slow:
             result = worker.run(mutation.tests, *stop, *SLOW)
@@ -128,7 +141,7 @@ def check_unchanged(mutations: list[Mutation], worker: Worker) -> None:
 
 
 def try_all(
-    mutations: list[Mutation], jobs: int, log: Path | None, *, baseline: bool, matrix: bool
+    mutations: list[Mutation], jobs: int, log: Path | None, *, baseline: bool, matrix: bool, reach: Reach | None = None
 ) -> list[dict[str, Any]]:
     """The verdicts of the mutations, `jobs` at a time; a log is read first and written as they come."""
     known = {} if log is None or not log.exists() else {item["name"]: item for item in _read_log(log)}
@@ -141,7 +154,7 @@ def try_all(
         def one(mutation: Mutation) -> dict[str, Any]:
             worker = workers.get()
             try:
-                return try_mutation(mutation, worker, all_failures=matrix)
+                return try_mutation(mutation, worker, all_failures=matrix, reach=reach)
             finally:
                 workers.put(worker)
 
@@ -193,6 +206,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many to try at a time")
     parser.add_argument("--log", type=Path, help="a JSON-lines file of verdicts, which is resumed")
     parser.add_argument("--matrix", type=Path, help="a log as --log, with all tests that find a defect in place of one")
+    parser.add_argument("--reach", type=Path, help="data of coverage.py, for less work: see tests/reach.py")
     parser.add_argument("--list", action="store_true", help="print the defects, and run nothing")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a defect first")
     given = parser.parse_args()
@@ -200,9 +214,15 @@ def main() -> int:
     if given.list:
         print(*(f"{mutation.file}: {mutation.name}" for mutation in mutations), sep="\n")
         return 0
-    log = given.matrix or given.log
-    matrix = given.matrix is not None
-    return summarize(mutations, try_all(mutations, given.jobs, log, baseline=not given.no_baseline, matrix=matrix))
+    results = try_all(
+        mutations,
+        given.jobs,
+        given.matrix or given.log,
+        baseline=not given.no_baseline,
+        matrix=given.matrix is not None,
+        reach=Reach(given.reach, ROOT) if given.reach else None,
+    )
+    return summarize(mutations, results)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests import draw_mutations, mutations
 from tests.mutants import Mutation, all_mutations, read
+from tests.reach import Reach
 
 ROOT = Path(__file__).parent.parent
 MUTATIONS = all_mutations()
@@ -80,6 +83,45 @@ def test_defects_are_drawn_that_change_one_thing(tmp_path: Path, monkeypatch: py
     }
 
 
+CONTEXTS = {
+    2: [""],
+    3: ["tests/a.py::test_one|run"],
+    4: ["tests/a.py::test_one|run", "tests/a.py::test_two[x|y]|setup"],
+    5: ["tests/b.py::test_three|run"],
+}
+"""What runs the lines of `SOURCE`: the second runs when the module is imported."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tests"),
+    [
+        ("and least < 3:\n", "or least < 3:\n", {"tests/a.py::test_one"}),
+        ("check(values, least)", "pass", {"tests/a.py::test_one", "tests/a.py::test_two[x|y]"}),
+        (
+            '(values, least)\n        raise ValueError("no")',
+            "(values, least)\n        pass",
+            {"tests/b.py::test_three"},
+        ),
+        ("least=2", "least=3", None),
+        ("return not strict", "return strict", None),
+    ],
+)
+def test_tests_are_those_that_run_a_changed_line(
+    old: str, new: str, tests: set[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[str] = []
+
+    def contexts(file: str) -> dict[int, list[str]]:
+        files.append(file)
+        return CONTEXTS
+
+    data = SimpleNamespace(read=lambda: None, contexts_by_lineno=contexts)
+    monkeypatch.setitem(sys.modules, "coverage", SimpleNamespace(CoverageData=lambda basename: data))
+    reach = Reach(tmp_path / ".coverage")
+    assert reach.tests(Mutation(name="", file="part.py", old=old, new=new, tests=()), SOURCE) == tests
+    assert files == [str(tmp_path / "part.py")]
+
+
 TESTS = """
 import time
 
@@ -103,8 +145,10 @@ def test_a_worker_says_what_failed_and_ends_what_takes_too_long(tmp_path: Path) 
             worker.run((f"test_one.py::{name}",), limit=limit)
             for name, limit in (("test_right", 60), ("test_wrong", 60), ("test_without_end", 1), ("test_absent", 60))
         ]
+        chosen = worker.run(("test_one.py",), only={"test_one.py::test_right"})
     finally:
         worker.close()
     assert [result["verdict"] for result in results] == ["survived", "found", "timed out", "found"]
     assert [result["failed"] for result in results] == [[], ["test_one.py::test_wrong"], [], []]
     assert "assert 1 == 2" in results[1]["output"]
+    assert chosen["verdict"] == "survived" and "1 passed, 2 deselected" in chosen["output"]
