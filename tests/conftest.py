@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 # Tests that happen to have many coded slots do not compile for seconds: `tests/codecs/compiling.py` switches compiled
@@ -64,6 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = set(part_of(range(len(items)), os.environ.get("TESTS_PART", "1/1")))
     config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place not in mine])
     items[:] = [item for place, item in enumerate(items) if place in mine]
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Generator[list[EntryPoint]]:
+    """Entry points of plug-ins, to which a test appends."""
+    points: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    registry._table.cache_clear()
+    yield points
+    registry._table.cache_clear()
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def main() -> int:
         given.matrix or given.log,
         baseline=not given.no_baseline,
         matrix=given.matrix is not None,
-        reach=Reach(given.reach, ROOT) if given.reach else None,
+        reach=Reach(given.reach) if given.reach else None,
     )
     return summarize(mutations, results)
 

@@ -16,10 +16,9 @@ import torch
 from transformers import LlamaConfig
 
 import kvpolicy
-from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, KVzip, Plain, Policy, SnapKV, StreamingLLM, registry
+from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, KVPolicyError, KVPolicyTypeError, Plain, Policy, SnapKV, registry
 from kvpolicy.helpers import named_options
 from kvpolicy.planning.planner import base_tokens
-from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
 
 
 @named_options
@@ -46,7 +45,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: TOVA(1), r"got 1; try TOVA\(decode=...\)."),  # pyright: ignore[reportCallIssue]
     (lambda: Plain(1), "Plain must be given at most 0 options, got 1."),  # pyright: ignore[reportCallIssue]
     (lambda: Plain(bits=4), "Plain must be given without options, got 'bits'."),  # pyright: ignore[reportCallIssue]
-    (lambda: StreamingLLM(num_sinks=4), "; try sinks=4."),  # pyright: ignore[reportCallIssue]
+    (lambda: kvpolicy.StreamingLLM(num_sinks=4), "; try sinks=4."),  # pyright: ignore[reportCallIssue]
     (lambda: KIVI(nbits=4), "; try bits=4."),  # pyright: ignore[reportCallIssue]
     (lambda: CSR(s=8), "; try nnz=8."),  # pyright: ignore[reportCallIssue]
     (lambda: KVCrush(H2O(recent=0.25)), r"; try KVCrush\(base=H2O\(recent=0.25, decode='evict'\)\)."),  # pyright: ignore[reportCallIssue]
@@ -197,7 +196,8 @@ def test_a_profile_is_not_written_to_a_folder(tmp_path: Path) -> None:
 
 def test_a_part_is_shown_as_in_a_spec() -> None:
     """Messages have what a user wrote; what no spec has is shown as in Python."""
-    assert str(KVzip()) == "kvzip" and str(KVzip(sinks=8)) == "kvzip:sinks=8" and repr(KVzip()).startswith("KVzip(")
+    assert str(kvpolicy.KVzip()) == "kvzip" and str(kvpolicy.KVzip(sinks=8)) == "kvzip:sinks=8"
+    assert repr(kvpolicy.KVzip()).startswith("KVzip(")
     assert str(KVCrush(base=H2O(recent=0.25))) == "kvcrush/h2o:recent=0.25"
     with pytest.raises(KVPolicyError, match=r"^The budget must be at least 5 tokens for streaming, got 4\.$"):
         Policy.parse("streaming@4")

@@ -35,40 +35,23 @@ def fill(target: list[float], total: int, floor: int = 1, ceiling: int = 10**6) 
         (".5 %", 0.005),
         (" 2048 ", 2048),
         ("1.5 GiB", "1.5GiB"),
+        ("20%:least=64", Share(0.2, least=64)),
     ],
 )
-def test_how_a_budget_is_written_decides_its_type(text: str, value: float | int | str) -> None:
+def test_how_a_budget_is_written_decides_its_type(text: str, value: Any) -> None:
     budget = parse_budget(text)
     assert budget == value
     assert type(budget) is type(value)
     assert parse_budget(format_budget(budget)) == budget
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "0",
-        "0.0",
-        "1.5",
-        "-1",
-        "12parrots",
-        "MiB",
-        "0MiB",
-        "nan",
-        "inf",
-        "1_0",
-        "\u0661",
-        "1 0",
-        "1 0MiB",
-        "0%",
-        "101%",
-        "2 0%",
-        "%",
-        "1e1%",
-        "-5%",
-    ],
-)
+WRONG = [
+    *("", "0", "0.0", "1.5", "-1", "12parrots", "MiB", "0MiB", "nan", "inf", "1_0", "\u0661", "1 0", "1 0MiB"),
+    *("0%", "101%", "2 0%", "%", "1e1%", "-5%"),
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_bad_budget_is_told(text: str) -> None:
     with pytest.raises(ValueError, match=r"budget must be|unit of a budget"):
         parse_budget(text)
@@ -191,17 +174,10 @@ def test_a_share_is_read_as_it_is_written(fraction: float, least: int, tokens: i
     assert budget != fraction and budget != Share(fraction, least=least + (1 if least == 1 else -1))
 
 
-def test_a_share_may_be_a_percentage() -> None:
-    assert parse_budget("20%:least=64") == Share(0.2, least=64)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "2048:least=64",
-            r"A least number of tokens must follow a fraction of the prompt, got 2048; try 0\.2:least=1024",
-        ),
+        ("2048:least=64", r"number of tokens must follow a fraction of the prompt, got 2048; try 0\.2:least=1024"),
         ("512MiB:least=64", "must follow a fraction of the prompt, got 512MiB"),
         ("0.2:least=0", "The least number of tokens of a budget must be an integer from 1, got 0"),
         ("0.2:least=-5", "must be an integer from 1, got '-5'"),

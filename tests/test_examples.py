@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import warnings
@@ -32,8 +31,8 @@ def promised(script: Path) -> str:
     return " ".join(quoted.split())
 
 
-def last(output: str) -> str:
-    return " ".join(output.strip().splitlines()[-1].split())
+def last(text: str) -> str:
+    return " ".join(text.strip().splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(
@@ -54,31 +53,21 @@ def test_it_prints_what_it_says(
     assert last(capsys.readouterr().out) == promised(script)
 
 
-def environment() -> dict[str, str]:
-    """Of a process that is none of several ranks, with the packages of this tree."""
+def output(command: list[str], **variables: str) -> str:
+    """What Python prints in a process that is none of several ranks, with the packages of this tree."""
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
     folders = [ROOT, ROOT / "integrations", ROOT / "eval", kept.get("PYTHONPATH", "")]
-    return kept | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *command]
+    done = subprocess.run(line, env=kept | paths | variables, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_two_ranks_print_what_they_say() -> None:
     script = EXAMPLES / "two_ranks.py"
-    process = subprocess.Popen(
-        [sys.executable, *words("torchrun"), str(script)],
-        env=environment() | {"DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors
-    assert last(output) == promised(script)
+    assert last(output([*words("torchrun"), str(script)], DS_ACCELERATOR="cpu")) == promised(script)
 
 
 def test_the_page_shows_every_script() -> None:
@@ -99,13 +88,5 @@ def test_two_ranks_run_without_deepspeed() -> None:
         f"sys.argv = [{str(script)!r}]\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", hidden],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
     expected = promised(script).replace("2 rank(s)", "1 rank(s)").partition("; 627,720")[0]
-    assert last(done.stdout).startswith(expected)
+    assert last(output(["-c", hidden])).startswith(expected)

@@ -1,8 +1,9 @@
-"""A policy's words are read and written without loss, and whatever is not a policy is a ValueError."""
+"""A policy's words, and its plain data, are read and written without loss; what is not a policy is a ValueError."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import string
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,18 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpolicy import registry
-from kvpolicy.allocators.even import Even
-from kvpolicy.allocators.pyramid import Pyramid
-from kvpolicy.allocators.squeeze import SqueezeAttention
-from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.codecs.plain import Plain
-from kvpolicy.policy import Policy
-from kvpolicy.selectors.full import KeepAll
-from kvpolicy.selectors.snapkv import SnapKV
+import kvpolicy
+from kvpolicy import KIVI, Even, KeepAll, Plain, Policy, Pyramid, SnapKV, Uniform, registry
 from kvpolicy.text import grammar
-from kvpolicy.text.errors import KVPolicyError
+from kvpolicy.text.part_fields import part_from_dict, part_to_dict
+from tests.conformance.policies import star_of_three
+from tests.conformance.policies import words as spec_of_parts
 from tests.sampling import each_once, product
 
 
@@ -107,12 +102,6 @@ def test_what_is_no_text_is_told(thing: Any) -> None:
         Policy.parse(thing)
 
 
-@pytest.mark.parametrize("text", ["snap kv@0.2", "snapkv@0.2 0.3", "snapkv kivi@0.2", "snapkv@20%%", "snapkv@200%"])
-def test_other_spaces_and_percents_are_refused(text: str) -> None:
-    with pytest.raises(KVPolicyError):
-        Policy.parse(text)
-
-
 def test_left_wraps_right() -> None:
     assert read("wrap:file=f/every:count=4") == Wrap(file="f", base=Every(count=4))
     assert read("wrap/wrap/every:bits=4") == Wrap(base=Wrap(base=Every(bits=4)))
@@ -136,16 +125,16 @@ def test_a_path_of_a_codec_that_wraps_may_hold_the_name_of_a_codec(path: str, ba
 def test_a_path_may_hold_the_name_of_a_head_allocator(path: str) -> None:
     """Which behind a slash would be the head allocator."""
     for heads in (None, Even()):
-        policy = Policy(allocator=SqueezeAttention(profile=path, heads=heads), selector=SnapKV(), budget=0.5)
+        policy = Policy(allocator=kvpolicy.SqueezeAttention(profile=path, heads=heads), selector=SnapKV(), budget=0.5)
         assert Policy.parse(str(policy)) == policy
 
 
 def test_path_holds_what_a_path_may_hold() -> None:
     for path in ("/data/a b,c.json", "C:\\p+q@2%41.json", "ü/é~$'\"", "none", "\udcff"):
-        policy = Policy(allocator=SqueezeAttention(profile=path))
+        policy = Policy(allocator=kvpolicy.SqueezeAttention(profile=path))
         assert set(str(policy)) <= set(string.ascii_letters + string.digits + ":=_.-/%")
         assert Policy.parse(str(policy)) == policy
-    assert str(Policy(allocator=SqueezeAttention(profile="/a/b_c.json"))) == "squeeze:profile=/a/b_c.json"
+    assert str(Policy(allocator=kvpolicy.SqueezeAttention(profile="/a/b_c.json"))) == "squeeze:profile=/a/b_c.json"
 
 
 RENAMED = {
@@ -208,10 +197,7 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("", "parts of a policy must not be empty, got ''"),
         ("kivvi", "strategy must have a registered name, got 'kivvi'; did you mean 'kivi'"),
         ("kivi+plain", "at most one codec, got 'kivi\\+plain'"),
-        (
-            "kivi:bit=4",
-            "'kivi' must be among bits, key_bits, value_bits, .*, residual_length, got 'bit'; did you mean 'bits'",
-        ),
+        ("kivi:bit=4", "must be among bits, key_bits, value_bits, .*, residual_length, got 'bit'; did you mean 'bits'"),
         ("plain:bits=4", "'plain' must be given without options, got 'bits'"),
         ("kivi:bits", "'bits' of 'kivi' must have a value; write bits=value"),
         ("kivi:bits=4:bits=2", "'bits' twice"),
@@ -232,6 +218,8 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("kivi=4", "must be written as kivi:key=value, got 'kivi=4'"),
         ("kivi@", "budget must be .*, got ''"),
         ("kivi@0.2@3", "budget"),
+        ("snapkv@0.2 0.3", "budget"),
+        ("snapkv@20%%", "budget"),
         ("kivi@2", "must have a selector"),
         ("ki vi", "did you mean 'kivi'"),
         ("kivi:group_size=" + "9" * 9999, "must be an integer, got '9999"),
@@ -261,27 +249,13 @@ def test_an_empty_part_is_told_in_one_sentence(text: str) -> None:
     assert "turboquant" not in told, "the list of all strategies explains nothing here"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{long}",
-        "h2o:{long}",
-        "h2o:recent={long}",
-        "h2o@{long}",
-        "h2o@5{long}",
-        "h2o+{long}/h2o",
-        "h2o+h2o+{long}",
-        "+{long}",
-        "h2o={long}",
-        "h2o@" + "9" * 900,
-        "kivi:bits={long}",
-        "plain:{long}",
-    ],
-)
+PLACES = ["X", "h2o:X", "h2o:recent=X", "h2o@X", "h2o@5X", "h2o+X/h2o", "h2o+h2o+X", "+X", "h2o=X", "kivi:bits=X"]
+
+
+@pytest.mark.parametrize("text", [*PLACES, "plain:X", "h2o@" + "9" * 900])
 def test_a_long_text_is_not_repeated(text: str) -> None:
-    long = "x" * 10_000
     with pytest.raises(ValueError) as caught:
-        Policy.parse(text.format(long=long) if "{" in text else text)
+        Policy.parse(text.replace("X", "x" * 10_000))
     assert "..." in str(caught.value) and len(str(caught.value)) < 1000
 
 
@@ -306,7 +280,7 @@ paths = st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1
 allocators = st.one_of(
     st.just(Uniform()),
     st.builds(Pyramid, beta=st.floats(1, 1e30)),
-    st.builds(SqueezeAttention, keep_share=shares, groups=st.integers(2, 9), profile=paths),
+    st.builds(kvpolicy.SqueezeAttention, keep_share=shares, groups=st.integers(2, 9), profile=paths),
 )
 every = st.builds(
     Every,
@@ -333,7 +307,7 @@ def selectors() -> st.SearchStrategy[Any]:
     built = [cls() for cls in plain]
     for cls in wrappers:
         for base in bases:
-            with suppress(KVPolicyError):  # some wrap only what holds attention
+            with suppress(kvpolicy.KVPolicyError):  # some wrap only what holds attention
                 built.append(cls(base=base()))
     return st.sampled_from([each for each in built if not isinstance(each, KeepAll)])
 
@@ -362,3 +336,43 @@ def test_every_value_survives_its_words(strategy: Any) -> None:
 def test_value_that_has_no_words_is_told() -> None:
     with pytest.raises(ValueError, match="to be written in a spec, got a list"):
         grammar.show({"codec": Every(title=[1])}, None)  # pyright: ignore[reportArgumentType]
+
+
+WRAPPED = "squeeze/adakv:safeguard=0.1+kvcrush:split=0.5/snapkv:window=6@512MiB"
+
+
+def test_policies_pass_through_json() -> None:
+    rows = [spec_of_parts(*row) for row in star_of_three()]
+    for text in [*rows, WRAPPED, "full", "h2o+merge+quest:read=64@300"]:
+        policy = Policy.parse(text)
+        again = Policy.from_dict(json.loads(json.dumps(policy.to_dict())))
+        assert again == policy and str(again) == str(policy)
+
+
+def test_every_field_is_stated_and_a_missing_one_has_its_default() -> None:
+    sides = {"key_bits": "auto", "value_bits": "auto"}
+    assert part_to_dict(KIVI()) == {"kivi": {"bits": 2, **sides, "group_size": 32, "residual_length": "auto"}}
+    assert part_from_dict("codec", {"kivi": {"bits": 4}}) == KIVI(bits=4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"h2o": {}}, "A codec must be described"),
+        ({"kivi": {}, "bfp": {}}, "one name with its fields"),
+        ("kivi", "one name with its fields"),
+        ({"kivi": {"bats": 4}}, "must be among bits, key_bits, value_bits, group_size, residual_length, got 'bats'"),
+        ({"kivi": {"bits": 3}}, "KIVI.bits must be one of"),
+        ({"kivi": 4}, "must be described"),
+        ({"kivi": {"bits": [4]}}, r"'bits' of 'kivi' must be a number, a bool, a string or None, got \[4\]"),
+        ({"csr": {"dictionary": 4}}, "'dictionary' of 'csr' must be a string, got 4"),
+    ],
+)
+def test_what_describes_no_codec(content: object, message: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=message):
+        part_from_dict("codec", content)
+
+
+def test_unknown_parts_of_a_policy() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match="by its parts and its budget, got 'chooser'"):
+        Policy.from_dict({"chooser": {"h2o": {}}})

@@ -1,6 +1,6 @@
 """What a new method costs: its file, a line of the registry, its page and its slow version; one command does the rest.
 
-Two joke methods are added to a copy of the source tree: a selector, and the codec of docs/extend/codec.md.
+Two joke methods are added to a copy of the source tree: the selector and the codec of docs/extend.
 """
 
 from __future__ import annotations
@@ -22,41 +22,9 @@ if not DOCS.is_dir():
 
 COPIED = ["docs", "eval", "integrations", "kvpolicy", "tests", "README.md", "mkdocs.yml", "pyproject.toml"]
 
-PRIMES = '''
-"""Primes: keep the tokens at prime positions."""
 
-from __future__ import annotations
-
-import torch
-from torch import Tensor
-
-from kvpolicy.protocols import DecodeMode, Selector, State, View
-from kvpolicy.text.strategy import strategy
-
-
-@strategy
-class Primes(Selector):
-    """Keep the tokens at prime positions.
-
-    Args:
-        decode: `evict` evicts one token for each generated one; `grow` keeps generated tokens beside the budget.
-
-    Source:
-        Euclid, Elements IX.20: there are enough of them.
-    """
-
-    decode: DecodeMode = "evict"
-
-    def priority(self, state: State, view: View) -> Tensor:
-        """1 at a prime position and 0 at others; the newest token stays: [B, H, N]."""
-        divisors = torch.arange(2, 100, device=view.positions.device)
-        place = view.positions[..., None]
-        composite = ((place % divisors == 0) & (place > divisors)).any(-1)
-        prime = (~composite & (view.positions > 1)).float()
-        return prime.masked_fill(view.positions < 0, -torch.inf).masked_fill(view.newest(1), torch.inf)
-'''
-SLOW_PRIMES = '''
-"""Tokens at prime positions."""
+SLOW_FIZZBUZZ = '''
+"""Tokens at positions that are divisible by 3 or 5."""
 
 from __future__ import annotations
 
@@ -64,14 +32,14 @@ import math
 
 from ..coding import Config
 
-DEFAULTS: Config = {}
+DEFAULTS: Config = {"fizz": 3, "buzz": 5}
 
 
 def priority(config: Config, position: int, score: complex, length: int, budget: int) -> float:
-    """1 at a prime position; the newest token stays."""
+    """1 for a multiple of 3, and 2 for one of 5; the newest token stays."""
     if position == length - 1:
         return math.inf
-    return float(position > 1 and all(position % smaller for smaller in range(2, position)))
+    return float(position % config["fizz"] == 0) + 2.0 * float(position % config["buzz"] == 0)
 '''
 SLOW_HALF = '''
 """One signed byte per element, and one scale per token."""
@@ -142,16 +110,7 @@ REGISTRY = "kvpolicy/registry.py"
 
 
 class Method(NamedTuple):
-    """A method and all that a contributor writes of it.
-
-    Attributes:
-        kind: Such as `selector`.
-        name: Its registered name.
-        cls: Its class.
-        module: Its file.
-        slow: The file of its slow version.
-        front: The front matter of its page.
-    """
+    """A method and all that a contributor writes of it: its file, its slow version, the front matter of its page."""
 
     kind: str
     name: str
@@ -185,26 +144,39 @@ class Method(NamedTuple):
         registry.write_text(text.replace(start, start + line), encoding="utf-8")
 
 
-def half() -> str:
-    """The codec of docs/extend/codec.md, with a source."""
-    (block,) = (some for some in blocks(DOCS / "extend" / "codec.md") if some.title == "kvpolicy_half.py")
-    summary = '"""Store tokens in 8 bits per element.'
-    assert block.text.count(summary) == 1
-    return block.text.replace(f'{summary}"""', f'{summary}\n\n    Source:\n        docs/extend/codec.md.\n    """')
+def shown(kind: str, name: str, summary: str, more: str = "") -> str:
+    """The module of a page of docs/extend, whose docstring says more, and what its source is."""
+    (block,) = (some for some in blocks(DOCS / "extend" / f"{kind}.md") if some.title == f"kvpolicy_{name}.py")
+    assert block.text.count(f'{summary}"""') == 1
+    source = f"    Source:\n        docs/extend/{kind}.md.\n"
+    return block.text.replace(f'{summary}"""', f'{summary}\n\n{more}{source}    """')
 
 
+ARGUMENTS = """    Args:
+        fizz: Divides the positions of few tokens.
+        buzz: Divides those of still fewer, which are worth more.
+        decode: `evict` evicts one token for each generated one; `grow` keeps generated tokens beside the budget.
+
+"""
 METHODS = [
     Method(
         "selector",
-        "primes",
-        "Primes",
-        PRIMES,
-        SLOW_PRIMES,
-        "what it keeps: tokens at prime positions\n"
+        "fizzbuzz",
+        "FizzBuzz",
+        shown("selector", "fizzbuzz", "is divisible by `fizz`, `buzz` or, best of all, both.", ARGUMENTS),
+        SLOW_FIZZBUZZ,
+        "what it keeps: tokens at positions that are divisible by 3 or 5\n"
         "attention used in the prompt: none\n"
         "attention used while decoding: none",
     ),
-    Method("codec", "half", "Half", half(), SLOW_HALF, "what it does: one byte per element"),
+    Method(
+        "codec",
+        "half",
+        "Half",
+        shown("codec", "half", "Store tokens in 8 bits per element."),
+        SLOW_HALF,
+        "what it does: one byte per element",
+    ),
 ]
 GENERATED = {
     "README.md",
@@ -215,7 +187,7 @@ GENERATED = {
     "docs/api/selectors.md",
     "docs/api/codecs.md",
     "docs/methods/index.md",
-    "docs/pictures/primes.svg",
+    "docs/pictures/fizzbuzz.svg",
     "docs/pictures/half.svg",
 }
 """What the command writes, apart from the measurements on the pages."""
@@ -259,8 +231,8 @@ assert main(["--n", "1", "--n-codecs", "1"]) == 0
 print("checked")
 assert main(["--check"]) == 0
 print("tested", flush=True)
-assert str(kvpolicy.Policy.parse("kvcrush/primes+half@0.5")) == "kvcrush/primes+half@0.5"
-assert kvpolicy.Policy.parse("primes+half") == kvpolicy.Policy(selector=kvpolicy.Primes(), codec=kvpolicy.Half())
+assert str(kvpolicy.Policy.parse("kvcrush/fizzbuzz+half@0.5")) == "kvcrush/fizzbuzz+half@0.5"
+assert kvpolicy.Policy.parse("fizzbuzz+half") == kvpolicy.Policy(selector=kvpolicy.FizzBuzz(), codec=kvpolicy.Half())
 options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 for words in sys.argv[1:]:
     assert pytest.main([*options, *words.split("|")]) == 0
@@ -320,10 +292,10 @@ def test_a_method_is_four_files_and_a_command(tree: Path) -> None:
     assert all(len([*method.files, REGISTRY]) == 4 for method in METHODS)
 
     printed = python(
-        tree, "-c", SCRIPT, "|".join(GUARDS), "|".join([*EACH, "-m", "not full and not gpu", "-k", "primes or half"])
+        tree, "-c", SCRIPT, "|".join(GUARDS), "|".join([*EACH, "-m", "not full and not gpu", "-k", "fizzbuzz or half"])
     )
     asked, _, rest = printed.partition("command\n")
-    assert "docs/methods/index.md: codecs\n" in asked and "primes.svg is missing\n" in asked
+    assert "docs/methods/index.md: codecs\n" in asked and "fizzbuzz.svg is missing\n" in asked
     assert not rest.partition("checked\n")[2].partition("tested\n")[0], "something is still out of date"
     assert changed(written, contents(tree)) == GENERATED
     passed = [int(count) for count in re.findall(r"^(\d+) passed", printed, re.MULTILINE)]
@@ -346,7 +318,7 @@ def test_the_command_measures_for_pages_whose_table_is_empty(tree: Path) -> None
         method.add(tree, "")
     written = contents(tree)
     printed = python(tree, "-c", SCRIPT)
-    assert "docs/methods/primes.md: its table is empty\n" in printed
+    assert "docs/methods/fizzbuzz.md: its table is empty\n" in printed
     pages = {f"docs/methods/{method.name}.md" for method in METHODS}
     assert changed(written, contents(tree)) == GENERATED | pages
     for page in pages:

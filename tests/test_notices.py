@@ -1,4 +1,4 @@
-"""The logger is silent until asked and then says what happened; warnings are of kvpolicy's own category; reprs tell."""
+"""The logger is silent until asked and then says what happened; warnings are of kvpolicy's own category."""
 
 from __future__ import annotations
 
@@ -77,12 +77,3 @@ def test_a_model_that_generates_without_a_cache_is_warned_of() -> None:
         kvpolicy.attach(model, "window@0.5").detach()
     assert caught[0].filename == __file__
     assert issubclass(kvpolicy.KVPolicyWarning, UserWarning)
-
-
-def test_a_layer_says_what_it_holds() -> None:
-    model = own()
-    with kvpolicy.attach(model, "window@0.5"):
-        assert repr(kvpolicy.PolicyCache(model).layers[0]) == "PolicyLayer(layer_idx=0, empty)"
-    assert repr(use(model, "window@0.5").layers[1]) == "PolicyLayer(layer_idx=1, rows=1, heads=2, slots=4, exact=4)"
-    coded = use(model, "window+kivi:residual_length=0:group_size=2:bits=8@0.5").layers[0]
-    assert repr(coded) == "PolicyLayer(layer_idx=0, rows=1, heads=2, slots=6, exact=2, coded=(4,))"

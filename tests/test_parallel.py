@@ -20,16 +20,6 @@ def _ranks(rank: int, queries: tuple[int, ...], heads: tuple[int, ...], replicas
     return Ranks(rank=rank, size=len(heads), group="none", replicas=replicas, queries=queries, heads=heads)
 
 
-def test_one_rank_is_arithmetic_alone() -> None:
-    x = torch.randn(2, 6, 5)
-    assert (
-        SINGLE_RANK.total(x) is x and SINGLE_RANK.largest(x) is x and SINGLE_RANK.mine(x) is x and SINGLE_RANK.agree(x)
-    )
-    assert torch.equal(SINGLE_RANK.head_mean(x), x.double().mean(1).float())
-    assert torch.equal(SINGLE_RANK.group_mean(x.unflatten(1, (3, 2))), x.double().unflatten(1, (3, 2)).mean(2).float())
-    assert (SINGLE_RANK.held, SINGLE_RANK.query_heads(6), SINGLE_RANK.most_heads(3)) == (slice(None), 6, 3)
-
-
 def test_a_mean_does_not_depend_on_the_order_of_heads() -> None:
     x = torch.rand(1, 64, 300) * 10.0 ** torch.randint(-6, 1, (1, 64, 1))
     assert torch.equal(SINGLE_RANK.head_mean(x), SINGLE_RANK.head_mean(x.flip(1)))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +17,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import Share
-from kvpolicy.allocators.even import Even
-from kvpolicy.allocators.pyramid import Pyramid
-from kvpolicy.allocators.squeeze import SqueezeAttention
-from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.codecs.plain import Plain
-from kvpolicy.codecs.tokenwise import TokenWise
-from kvpolicy.policy import Policy
+from kvpolicy import H2O, KIVI, Even, KeepAll, KVCrush, Plain, Policy, Pyramid, Share, SnapKV, Uniform
 from kvpolicy.policy.combination import FORMER
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
@@ -41,11 +32,6 @@ from kvpolicy.protocols import (
     View,
 )
 from kvpolicy.registry import names
-from kvpolicy.selectors.full import KeepAll
-from kvpolicy.selectors.h2o import H2O
-from kvpolicy.selectors.kvcrush import KVCrush
-from kvpolicy.selectors.snapkv import SnapKV
-from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.statistics import Results, Statistic
 from kvpolicy.text.validation import longest
 from tests.conformance.models import build
@@ -91,6 +77,8 @@ def test_budget_is_a_fifth_where_a_selector_is_named() -> None:
     assert Policy(selector=Newest(), budget="512MiB").budget == "512MiB"
     assert Policy(selector=Newest(), budget="0.5").budget == 0.5
     assert Policy(selector=Newest(), budget=None).budget == 0.2  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"budget must be a fraction .*, got True of type bool"):
+        Policy(selector=Newest(), budget=True)
 
 
 @pytest.mark.parametrize("text", ["full", "none", None, "full@1.0", "keepall", "uniform+full+plain", "plain@1.0"])
@@ -110,11 +98,6 @@ def test_budget_below_the_whole_needs_a_selector(budget: float | int | str) -> N
 def test_budget_out_of_range(budget: float | int | str) -> None:
     with pytest.raises(ValueError, match=r"budget|share"):
         Policy(selector=Newest(), budget=budget)
-
-
-def test_budget_of_another_type() -> None:
-    with pytest.raises(TypeError, match=r"budget must be a fraction .*, got True of type bool"):
-        Policy(selector=Newest(), budget=True)
 
 
 def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
@@ -157,11 +140,11 @@ def test_what_is_no_policy(given: Any, message: str) -> None:
     "make",
     [
         lambda: SnapKV(window=2.5),  # pyright: ignore[reportArgumentType]
-        lambda: StreamingLLM(sinks=True),
-        lambda: StreamingLLM(sinks=numpy.bool_(True)),
+        lambda: kvpolicy.StreamingLLM(sinks=True),
+        lambda: kvpolicy.StreamingLLM(sinks=numpy.bool_(True)),
         lambda: H2O(recent="0.5"),  # pyright: ignore[reportArgumentType]
         lambda: KIVI(group_size=32.0),  # pyright: ignore[reportArgumentType]
-        lambda: SqueezeAttention(keep_share=None),  # pyright: ignore[reportArgumentType]
+        lambda: kvpolicy.SqueezeAttention(keep_share=None),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_parameters_of_another_type(make: Callable[[], object]) -> None:
@@ -199,41 +182,6 @@ def test_a_plan_of_one_token_is_not_that_of_all() -> None:
 def test_a_split_that_is_no_share(split: float) -> None:
     with pytest.raises(ValueError, match=r"KVCrush\.split must be between 0 and 0\.999999"):
         KVCrush(split=split)
-
-
-def test_policy_is_a_value() -> None:
-    policy = Policy(allocator=SqueezeAttention(keep_share=0.3), codec=KIVI(bits=4))
-    assert {policy: 1}[Policy.parse(str(policy))] == 1
-    assert dataclasses.replace(policy, codec=Plain()) == Policy(allocator=SqueezeAttention(keep_share=0.3))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.budget = 0.5  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_policy_of_a_selector_without_a_name_still_prints() -> None:
-    assert "Newest(" in str(Policy(selector=Newest()))
-
-
-def test_design_example() -> None:
-    policy = Policy(
-        allocator=SqueezeAttention(keep_share=0.4),
-        selector=KVCrush(base=SnapKV(window=32), split=0.25),
-        codec=KIVI(bits=4),
-        budget=0.2,
-    )
-    text = "squeeze:keep_share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2"
-    assert Policy.parse(text) == policy
-    assert str(policy) == "squeeze+kvcrush+kivi:bits=4@0.2"
-    assert Policy.parse(str(policy)) == policy
-
-
-def test_keep_all_keeps_all() -> None:
-    view = View(torch.arange(6).reshape(1, 2, 3).int(), torch.tensor([6]), torch.tensor([6]), 0)
-    keep = KeepAll()
-    assert keep.alloc(1, 2, 3, "cpu") == ()
-    assert keep.observe((), Results(), view) == ()
-    assert keep.priority((), view).tolist() == [[[0.0] * 3] * 2]
-    assert keep.statistic(Results(), view) is None
-    assert keep.statistics == () and keep.min_tokens == 1 and keep.decode == "grow"
 
 
 def test_layers_together_are_what_one_of_them_is() -> None:
@@ -279,7 +227,7 @@ class Stages(Codec):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return (TokenWise(),) * self.count
+        return (kvpolicy.TokenWise(),) * self.count
 
     def layout(self, tokens: int) -> Layout:
         return Layout(tokens, (tokens,) * self.count)

@@ -54,11 +54,6 @@ def test_commands_stand_on_a_line_of_their_own(command: str) -> None:
     assert TEXT.splitlines().count(command) == 1
 
 
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
-        assert "://" in target or (ROOT / target).exists(), f"README.md links to {target}, which is not there"
-
-
 @pytest.mark.parametrize("name", ["long-prompt", "places", "bench"])
 def test_tables_have_a_place(name: str) -> None:
     assert len(re.findall(rf"<!-- table:{name} -->\n.*?<!-- /table -->", TEXT, re.DOTALL)) == 1

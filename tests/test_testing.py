@@ -12,14 +12,18 @@ from torch import Tensor
 from kvpolicy import KVPolicyError, Policy, TokenWise
 from kvpolicy.protocols import (
     SMALLEST_HEAD,
+    At,
     DecodeMode,
     Guarantee,
     HeadRequest,
     HeadShape,
     LayerBounds,
+    Layout,
     ModelInfo,
+    RotaryView,
     Scores,
     Selector,
+    StageStore,
     State,
     Traits,
     View,
@@ -174,6 +178,63 @@ class Tokens(Selector):
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bytes(TokenWise):
+    """A codec that can go wrong."""
+
+    how: str = "right"
+    group_size: int = 16
+    residual_length: int = 8
+    block_size: int = 8
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(block=0 if self.how == "block" else self.block_size, residual=self.residual_length)
+
+    def layout(self, tokens: int) -> Layout:
+        found = Layout(16, (max(tokens - 8, 0) // 8 * 8 + 8,))
+        wrong = {"few": Layout(8, (tokens // 16 * 8,)), "stages": Layout(16, (*found.coded, 8))}
+        return wrong.get(self.how, found)
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:
+        found = TokenWise.alloc(self, batch, heads, slots, head_dim, device)
+        if self.how == "meta" and str(device) == "meta":
+            return found._replace(keys=found.keys[..., :1])
+        return found
+
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        if self.how == "rows":
+            keys = keys.mean(0, keepdim=True).expand_as(keys)
+        if self.how == "shift":
+            slots = (slots + 1) % store.codes.keys.shape[2]
+        if self.how == "inactive":
+            write_mask = torch.ones_like(write_mask)
+        if self.how == "batch":
+            scale = keys.abs().amax() / 127
+            keys = (keys / scale).round() * scale
+        if self.how == "clears":
+            store.codes.keys.masked_fill_(~write_mask.any(-1)[..., None, None], 0)
+        if self.how == "once" and bool(store.codes.keys.any()):
+            return
+        if self.how != "nothing":
+            TokenWise.write(self, store, keys, values, slots, write_mask, occupied)
+
+    def keys(self, store: StageStore, at: At) -> Tensor:
+        found = TokenWise.keys(self, store, at)
+        found = found + torch.randn_like(found) if self.how == "noise" else found
+        return found.bfloat16() if self.how == "short" else found
+
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        found = TokenWise.score(self, store, queries, rope)
+        return {"score": found * 2, "hidden": torch.full_like(found, -torch.inf)}.get(self.how, found)
+
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        found = TokenWise.mix(self, store, weights)
+        return found.mean(0, keepdim=True).expand_as(found) if self.how == "mix" else found
+
+
 class Unshared(TokenWise):
     """A codec that forgets that the mean of a channel belongs to a head."""
 
@@ -182,6 +243,7 @@ class Unshared(TokenWise):
 
 
 def test_right_ones_pass() -> None:
+    check(Bytes())
     check(Layers())
     check(Heads())
     check(Tokens())
@@ -221,6 +283,22 @@ def test_right_ones_pass() -> None:
         (Tokens(how="alloc"), r"= \[2, 2, 5\], got float32 \[2, 2, 6\]"),
         (Tokens(how="observe"), "observe must return tensors of shapes"),
         (Tokens(how="no state"), "observe must return tensors as alloc does, got a Scores of a NoneType"),
+        (Bytes(how="block"), "block must be at least 1 with stages and 0 without, got 0"),
+        (Bytes(how="few"), "layout must have 1000 slots for as many tokens, got"),
+        (Bytes(how="stages"), "layout must have slots for 1 stages, got 2"),
+        (Bytes(how="meta"), "same sizes on the device meta"),
+        (Bytes(how="rows"), "the keys of a row must not depend on padding or other rows, got a difference"),
+        (Bytes(how="inactive"), "write must ignore tokens outside write_mask, got other codes with NaN there: keys"),
+        (Bytes(how="batch"), "write must encode a row as on its own, got other codes in a batch: keys differs"),
+        (Bytes(how="clears"), "write must not change heads without a token in write_mask, got a change of keys"),
+        (Bytes(how="once"), "write must replace codes, got the same for other tokens"),
+        (Bytes(how="shift"), "must be closer to the original than zeros are, got"),
+        (Bytes(how="nothing"), "must be closer to the original than zeros are, got"),
+        (Bytes(how="noise"), "decoding must be deterministic, got other keys in a second call"),
+        (Bytes(how="short"), "keys must return float32, got bfloat16"),
+        (Bytes(how="score"), "score must be the product of queries and decoded keys, got"),
+        (Bytes(how="hidden"), "score must not hide every token, got only -inf"),
+        (Bytes(how="mix"), "mix must be the weighted sum of decoded values, got"),
         (Unshared(), "per_head must name all fields .* channel_zero has 1 entries"),
         (Tokens(decode=cast("Any", "keep")), "decode must be one of 'evict', 'grow', got 'keep'"),
     ],

@@ -92,9 +92,7 @@ def test_biases_behind_a_sum_are_whole() -> None:
     ("name", "backend", "gigabytes"),
     [
         ("llama-3-70b", "deepspeed", [71.6, 36.9, 19.5]),
-        ("llama-3-70b", "hf", [70.6, 35.3, 17.6]),
         ("mixtral-8x7b", "deepspeed", [46.8, 23.5, 11.9]),
-        ("mixtral-8x7b", "hf", [46.7, 23.4, 11.7]),
         ("llama-2-70b", "deepspeed", [69.2, 34.9, 17.7]),
     ],
 )
@@ -102,12 +100,6 @@ def test_large_models(name: str, backend: str, gigabytes: list[float]) -> None:
     config = shipped_config(name)  # of whose parameters tests/test_shipped.py tests the number
     sizes = [weights_per_rank(config, tp=tp, backend=backend, dtype=torch.bfloat16) for tp in (2, 4, 8)]
     assert [round(size.nbytes / 1e9, 1) for size in sizes] == gigabytes
-
-
-@pytest.mark.parametrize(("name", "gigabytes"), [("llama-3-70b", [5.4, 2.7, 1.3]), ("mixtral-8x7b", [2.1, 1.1, 0.5])])
-def test_full_caches_of_large_models(name: str, gigabytes: list[float]) -> None:
-    plans = [kvpolicy.plan(config_of(name), "full", prompt=32768, dtype=torch.bfloat16, tp=tp) for tp in (2, 4, 8)]
-    assert [round(plan.full_nbytes / 1e9, 1) for plan in plans] == gigabytes
 
 
 @pytest.fixture

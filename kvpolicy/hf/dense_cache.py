@@ -164,14 +164,13 @@ def check_dense(header: Mapping[str, Any], what: str) -> int:
     return counts.pop()
 
 
-def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool = True) -> Iterator[DenseLayer]:
-    """Decode a saved cache, layer by layer.
+def dense_layers(content: CacheFile, model: Skeleton, what: str) -> Iterator[DenseLayer]:
+    """Decode a saved cache, layer by layer, with keys as if the text behind began at the number of kept tokens.
 
     Args:
         content: The content of its file, which `check_dense` accepts.
         model: Its model.
         what: The name of the file, for messages.
-        move: Whether to rotate keys as if the text behind began at the position n, which is the number of kept tokens.
 
     Raises:
         KVPolicyError: If the content does not fit the model, has padding, or slots that stand for several tokens.
@@ -213,7 +212,7 @@ def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool =
                 "try the policy without its merger."
             )
         keys, values = (t[0][past.occupied[0]].unflatten(0, (-1, kept)) for t in (past.keys, past.values))
-        yield DenseLayer(layer_idx, moved(keys, total - kept, rope) if move else keys, values)
+        yield DenseLayer(layer_idx, moved(keys, total - kept, rope), values)
 
 
 def moved(keys: Tensor, by: int, rope: Rope) -> Tensor:

@@ -1,8 +1,9 @@
-"""Allocators that measure layers by their attention: what they measure, and the budgets that follow from it."""
+"""Allocators that measure layers, by attention or by what tokens are worth: metrics, and the budgets that follow."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,30 +11,33 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.attention import number_reaching
+from kvpolicy.allocators.kvcompose import KVCompose
+from kvpolicy.allocators.threshold import GlobalThreshold
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.layer_attention import layer_attention
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.protocols import SINGLE_RANK, LayerMetric, MeasuresAttention
+from kvpolicy.protocols import SINGLE_RANK, LayerAttention
 from kvpolicy.registry import lookup, name_of, names
-from kvpolicy.selectors.h2o import H2O
 from kvpolicy.statistics import Statistic
 from kvpolicy.statistics.attention_sum import AttentionSum
 from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.statistic import Coming, Tile, first_of
 from kvpolicy.statistics.windows import ScoreTransform
-from kvpolicy.testing import check
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, play
+from tests.conformance.replay import Turn, reference_selector
 from tests.reference import allocators
 from tests.reference.allocators._measuring import Prompt, prompt_of, reaching
+from tests.reference.engine import PLENTY, ReferenceLayer
 from tests.reference.versions import small, version
 from tests.sampling import each_once, pairwise, product
 
 NAMES = [name for name in names("allocator") if lookup(name)[1]().layer_metric == "attention"]
+KVZIP = "kvzip:chunk=9:sinks=2"
 TURNS = [47, 1, 1, 9, 1]
 """A prompt, steps, and a later prompt."""
 SHAPES = {
@@ -111,11 +115,6 @@ def test_equal_weights_reach_a_share_that_they_divide() -> None:
     for share, count in ((0.9, 9), (0.3, 3), (0.85, 9), (1.0, 10)):
         assert int(number_reaching(torch.full((10,), 0.1), share)) == reaching([0.1] * 10, share) == count
     assert int(number_reaching(torch.zeros(10), 0.9)) == reaching([0.0] * 10, 0.9) == 1
-
-
-@product("name,is_small", NAMES, [True, False], sample=each_once(NAMES, [True, False]))
-def test_keeps_the_rules(name: str, is_small: bool) -> None:
-    check(part(name) if is_small else lookup(name)[1]())
 
 
 KINDS = ["random", "equal", "one token", "ties", "no values"]
@@ -217,48 +216,49 @@ def budgets_in(model: Any, policy: str, pieces: int = 1, **how: Any) -> list[lis
         return [layer.budget.tolist() for layer in cache.policy_layers]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tiles_and_held_chunks_have_the_budgets_of_one_piece(name: str) -> None:
+@pytest.mark.parametrize(
+    "policy", [*(f"{small('allocator', name)}+window@0.3" for name in NAMES), f"kvcompose+{KVZIP}@0.3"]
+)
+def test_tiles_and_held_chunks_have_the_budgets_of_one_piece(policy: str) -> None:
     model = build("llama", layers=3)
-    alone = small("allocator", name)
-    replayed = "kvzip:chunk=9:sinks=2+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4"
-    whole = budgets_in(model, f"{alone}+window@0.3")
-    assert budgets_in(model, f"{alone}+window@0.3", tile=16) == whole
-    assert budgets_in(model, f"{alone}+window@0.3", 3, chunks="hold") == whole
-    assert budgets_in(model, f"{alone}+{replayed}@0.3") == whole
-    assert sum(map(sum, budgets_in(model, f"{alone}+window@0.3", 3))) == sum(map(sum, whole))
+    replayed = f"{KVZIP}+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4"
+    whole = budgets_in(model, policy)
+    assert budgets_in(model, policy, tile=16) == whole
+    assert budgets_in(model, policy, 3, chunks="hold") == whole
+    assert budgets_in(model, policy.replace("+window", f"+{replayed}")) == whole
+    assert sum(map(sum, budgets_in(model, policy, 3))) == sum(map(sum, whole))
 
 
-def check_shares(tape: Any, cache: PolicyCache, most: float) -> None:
-    """Layers have the shares of the first prompt in the last one, and the bytes that were planned."""
-    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
-    assert len(set(first)) > 1 and sum(last) > sum(first)
-    for before, after in zip(first, last, strict=True):
-        assert abs(before / sum(first) - after / sum(last)) < most
-    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
-
-
-@pytest.mark.parametrize("name", ["cake", "mass", "dynamickv"])
-def test_a_later_prompt_has_the_metric_of_the_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured again, and no statistics are gathered for it."""
+@pytest.mark.parametrize(
+    "policy", ["cake+window@0.4", "mass+window@0.4", "dynamickv+window@0.4", f"global+{KVZIP}@0.4"]
+)
+def test_a_later_prompt_has_the_metric_of_the_first(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured again, no statistics are gathered for it, and held bytes are those that are planned."""
+    name, _, others = policy.partition("+")
     kind = lookup(name)[1]
     sums: list[bool] = []
     count: list[int] = []
     real = kind.measure
     gather = LayerStore.attend_new
-    monkeypatch.setattr(kind, "measure", lambda *given: (count.append(1), real(*given))[1])
-    monkeypatch.setattr(
-        LayerStore,
-        "attend_new",
-        lambda store, *given: (
-            sums.append(first_of(AttentionSum, store.contents.prompt_statistics) is not None),
-            gather(store, *given),
-        )[1],
-    )
-    tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+window@0.4", [40], TURNS)
+
+    def measure(*given: Any) -> Any:
+        count.append(1)
+        return real(*given)
+
+    def attend_new(store: LayerStore, *given: Any) -> Any:
+        sums.append(first_of(AttentionSum, store.contents.prompt_statistics) is not None)
+        return gather(store, *given)
+
+    monkeypatch.setattr(kind, "measure", measure)
+    monkeypatch.setattr(LayerStore, "attend_new", attend_new)
+    tape, cache, _ = play(build("llama", layers=3), f"{small('allocator', name)}+{others}", [40], TURNS)
     assert len(count) == 3
     assert sums == [name == "mass"] * 3 + [False] * 3
-    check_shares(tape, cache, 0.05)
+    first, last = ([own[turn].keep[0] for own in tape.values()] for turn in (0, 3))
+    assert len(set(first)) > 1 and sum(last) > sum(first)
+    for before, after in zip(first, last, strict=True):
+        assert abs(before / sum(first) - after / sum(last)) < 0.05
+    assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -282,48 +282,6 @@ def test_selectors_choose_as_without_the_allocator() -> None:
     assert [turn.kept for turn in plain[0]] == [turn.kept for turn in measuring[0]]
 
 
-class Plain:
-    """An allocator that asks for attention or curves, and cannot measure them."""
-
-    def __init__(self, layer_metric: LayerMetric) -> None:
-        self.layer_metric: LayerMetric = layer_metric
-
-    def budgets(self, metrics: Any, total: Any, floor: int, ceiling: Any, layers: int) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        ("attention", r"must have attention and a method measure\(seen\) for layer_metric='attention'"),
-        ("curve", r"must have attention and a method measure\(seen\) for layer_metric='curve'"),
-    ],
-)
-def test_an_allocator_without_a_measure_is_refused(metric: Any, message: str) -> None:
-    assert not isinstance(Plain(metric), MeasuresAttention)
-    with pytest.raises(TypeError, match=message):
-        Policy(allocator=Plain(metric), selector=H2O(), budget=0.5)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("zigzag:mass=0", r"ZigZagKV.mass must be greater than 0 and at most 1, got 0.*; try 0.9"),
-        ("zigzag:bound=1.5", "ZigZagKV.bound must be at least 0 and at most 1, got 1.5; try 0.2"),
-        ("zigzag:window=0", "window must be"),
-        ("cake:entropy=0", r"CAKE.entropy must be at least 0.001, got 0.*; try 1.0"),
-        ("cake:variance=-1", r"CAKE.variance must be at least 0.001, got -1.*; try 1.0"),
-        ("simlayer:threshold=2", r"SimLayerKV.threshold must be greater than 0 and at most 1, got 2.*; try 0.9"),
-        ("lava:kernel=4", "LAVa.kernel must be odd, got 4; try 5"),
-        ("dynamickv:kernel=6", "DynamicKV.kernel must be odd, got 6; try 7"),
-        ("mass:share=0", r"AttentionMass.share must be greater than 0 and at most 1, got 0.*; try 0.975"),
-    ],
-)
-def test_parameters_are_checked(spec: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        Policy.parse(f"{spec}+snapkv@0.2")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_that_begins_in_a_later_forward_is_measured_as_alone(name: str) -> None:
     """It has slots by then, since the other row needed some."""
@@ -340,3 +298,91 @@ def test_a_row_that_begins_in_a_later_forward_is_measured_as_alone(name: str) ->
         model(ids[1:, 30:], cache=alone)
     assert_close(together.cosines()[1], alone.cosines()[0])
     assert torch.equal(together.cosines()[0], first)
+
+
+BOTH = [KVCompose(), GlobalThreshold()]
+
+
+@pytest.mark.parametrize("allocator", BOTH)
+@pytest.mark.parametrize("kind", ["random", "equal", "one head", "one layer", "one token"])
+def test_curves_give_the_budgets_of_the_slow_version(allocator: Any, kind: str) -> None:
+    """With all worth in one head, one layer or one token too, and at the least budget."""
+    worth = torch.rand(5, 3, 20, generator=torch.Generator().manual_seed(0))
+    worth = {
+        "random": worth,
+        "equal": torch.ones_like(worth),
+        "one head": worth * torch.tensor([1.0, 0.0, 0.0])[:, None],
+        "one layer": worth * (torch.arange(5) == 2)[:, None, None],
+        "one token": worth * (torch.arange(20) == 7),
+    }[kind]
+    worth[:, :, -1] = torch.inf  # the newest token
+    none = torch.zeros(1, dtype=torch.int64)
+    seen = [LayerAttention(none[:, None], none, none, worth=worth[None, layer], layer_idx=layer) for layer in range(5)]
+    curves = torch.stack([allocator.measure(each)[0] for each in seen])[None]
+    for total in (10, 23, 50, 99, 100):
+        got = allocator.budgets(curves, torch.tensor([total]), 2, torch.tensor([20]), 5)[0].tolist()
+        assert got == slow_budgets(allocator, worth.tolist(), total, 2, 20), (kind, total)
+
+
+@pytest.mark.parametrize("allocator", BOTH)
+def test_before_a_prompt_and_without_tokens(allocator: Any) -> None:
+    total = torch.tensor([10, 10])
+    ceiling = torch.tensor([30, 30])
+    assert allocator.budgets(torch.ones(2, 4), total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
+    empty = torch.full((2, 4, 6), -torch.inf)
+    assert allocator.budgets(empty, total, 1, ceiling, 4).tolist() == [[3, 3, 2, 2]] * 2
+
+
+def worths(policy: Policy, turns: Sequence[Turn], b: int) -> list[list[list[float]]]:
+    """What the tokens of each head of each layer are worth to kvzip after a prompt, of one row."""
+    found: list[list[list[float]]] = []
+    for turn in turns:
+        q, k, v, _ = turn.row(b)
+        slow = ReferenceLayer(
+            reference_selector(policy.selector), PLENTY, num_heads=q.shape[0], num_kv_heads=k.shape[0], capacity=PLENTY
+        )
+        texts = [text for text in (replayed.row(b) for replayed in turn.replays) if text is not None]
+        slow.forward(q.float(), k.float(), v.float(), turn.kernel.scale, texts=texts)
+        found.append([[score.real for score in head] for head in slow.scores])
+        for head in found[-1]:
+            for position in (0, 1, len(head) - 1):  # the sinks and the newest token
+                head[position] = torch.inf
+    return found
+
+
+@pytest.mark.parametrize("name", ["kvcompose", "global"])
+def test_curves_in_a_model(name: str) -> None:
+    """Rows are alone in their budgets, whatever the padding."""
+    policy = Policy.parse(f"{name}+{KVZIP}@0.4")
+    lengths = [47, 30]
+    tape, cache, _ = play(build("llama", layers=3), policy, lengths, TURNS)
+    for b, length in enumerate(lengths):
+        turns = [own[0] for own in tape.values()]
+        total = allocators.base_budget(0.4, length) * 3
+        expected = slow_budgets(policy.allocator, worths(policy, turns, b), total, 1, length + (cache.new or 0))
+        assert [turn.keep[b] for turn in turns] == expected
+        assert len(set(expected)) > 1
+
+
+def test_head_budgets_get_what_the_layer_has() -> None:
+    """With `adakv` behind it, the tokens of all layers and heads are those above one threshold, but for whole pages."""
+    tape, cache, _ = play(build("llama", layers=3), f"global/adakv:safeguard=0.0+{KVZIP}@0.4", [47], TURNS)
+    kept = [[len(head) for head in own[0].kept[0]] for own in tape.values()]
+    budgets = [own[0].keep[0] for own in tape.values()]
+    assert len({count for heads in kept for count in heads}) > 1
+    for heads, budget in zip(kept, budgets, strict=True):
+        assert sum(heads) <= budget * len(heads)
+    assert cache.plan is not None and cache.plan.measured
+
+
+@pytest.mark.parametrize("policy", ["kvcompose+snapkv:window=4@0.2", "global+h2o@30KB"])
+def test_chunks_of_curves_stay_within_the_budget(policy: str) -> None:
+    model = build("llama", layers=3)
+    ids, _ = make_batch([200], [200], 0)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=200, new=0)
+        for part in ids.chunk(5, 1):
+            model(part, cache=cache)
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+    if isinstance(cache.policy.budget, str):
+        assert cache.nbytes <= 30 * 1000

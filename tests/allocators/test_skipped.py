@@ -56,31 +56,6 @@ def test_rows_are_alone() -> None:
         assert torch.equal(allocator.budgets(None, total[row, None], 1, ceiling[row, None], 4)[0], together[row])
 
 
-@pytest.mark.parametrize("spec", ["squeeze", "zigzag", "lava", "uniform", "global"])
-def test_division_to_come_is_within_every_bound(spec: str) -> None:
-    """As tests/allocators/test_bounds.py has it for other allocators; those without bounds have the trivial ones."""
-    rng = random.Random(spec)
-    for _ in range(80):
-        first, last = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1)])
-        allocator: Any = SkippedLayers(base=lookup(spec)[1](), first=first, last=last)
-        layers = rng.randint(4, 9)
-        tokens = rng.randint(3, 60)
-        floor = rng.randint(1, 3)
-        least = (first + last) * tokens + floor * (layers - first - last)
-        total = torch.tensor([rng.choice([least, rng.randint(least, layers * tokens + 9), layers * tokens + 7])])
-        ceiling = torch.tensor([tokens])
-        shape = (1, layers, 7) if spec == "global" else (1, layers)
-        metrics = torch.rand(shape, generator=torch.Generator().manual_seed(rng.randint(0, 999)))
-        metrics = metrics.sort(-1, descending=True).values if spec == "global" else metrics
-        metrics = 1 + metrics * (tokens - 1) if spec == "zigzag" else metrics
-        final = allocator.budgets(metrics, total, floor, ceiling, layers)
-        guarantee = allocator.guarantee(total, floor, ceiling, layers)
-        for seen in range(1, layers + 1):
-            bounds = allocator.bounds(metrics[:, :seen], total, floor, ceiling, layers, 6)
-            assert (bounds.least <= final[:, :seen]).all() and (final[:, :seen] <= bounds.most).all()
-            assert (bounds.least >= guarantee.least[:, None]).all() and bounds.most.sum() <= guarantee.together
-
-
 CODED = "kivi:bits=2:group_size=8:residual_length=8"
 KEPT = [
     f"uniform:skip=first:2,last:2+snapkv+{CODED}@0.7",
@@ -186,23 +161,6 @@ def test_the_profile_of_the_model_serves_the_layers_that_are_left(tmp_path: Path
             kvpolicy.attach(model, f"squeeze:profile={path}{option}+snapkv@0.7")
         with pytest.raises(KVPolicyError, match="must be a readable file"):
             kvpolicy.plan(model, f"squeeze:profile={tmp_path / 'none.json'}{option}+snapkv@0.7", prompt=100)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("uniform:skip=two", "uniform:skip must be 2-2, got 'two'; try skip=2-2"),
-        ("uniform:skip=first:2last:2", "uniform:skip must be 2-2, got 'first'; try skip=2-2"),
-        ("uniform:skip=", "uniform:skip must be 2-2, got ''; try skip=2-2"),
-        ("uniform:skip=2-2:skip=1-1", "must be given once, got 'skip' twice"),
-        ("uniform:skip=0-0", "must skip at least one layer, got none"),
-        ("uniform:skip", "got 'skip'"),
-        ("h2o:skip=2-2", "options of 'h2o' must be among .*, got 'skip'"),
-    ],
-)
-def test_specs_that_are_refused(spec: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        Policy.parse(spec)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Training lowers the error by the written gradient, and can be interrupted."""
+"""Training lowers the error by the written gradient, and layers are compared and put together by the written rules."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from kvpolicy.calibration.dictionary import (
     start,
     train,
 )
+from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.codecs.csr.sparse import unit
 
 QUICK = Training(epochs=6, batch=64, rate=0.5, patience=6)
@@ -63,31 +64,6 @@ def test_training_stops_early() -> None:
     for before, epochs in (((0.1, 0.2), 7), ((9.0, 0.1, 0.2, 0.1), 3), ((0.0, 1.0, 1.0, 1.0), 3)):
         training = Training(epochs=7, batch=64, patience=2 if epochs == 3 else 9)
         assert len(train(vectors(), 12, 2, training, state=reached(*before)).losses) == epochs + 1
-
-
-def test_the_same_seed_gives_the_same() -> None:
-    one, again = (train(vectors(), 12, 2, QUICK) for _ in range(2))
-    assert torch.equal(one.best, again.best)
-    other = train(vectors(), 12, 2, replace(QUICK, seed=1))
-    assert not torch.equal(one.best, other.best)
-
-
-@pytest.mark.parametrize("stop", [1, 4])
-def test_an_interrupted_training_goes_on_as_if_it_were_not(stop: int) -> None:
-    states: list[State] = []
-    whole = train(vectors(), 12, 2, QUICK, after=states.append)
-    assert [len(state.losses) for state in states] == list(range(1, 8))
-    resumed = train(vectors(), 12, 2, QUICK, state=states[stop])
-    assert resumed.losses == whole.losses
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(tensor, resumed.tensors()[name])
-
-
-def test_the_diversity_term_is_the_printed_one() -> None:
-    unit_atoms = atoms()
-    _, diversity = losses(Codes(vectors(), unit_atoms, 2), unit_atoms)
-    printed = (torch.eye(12) - unit_atoms @ unit_atoms.T).square().sum() / 12**2
-    torch.testing.assert_close(diversity, printed)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 1e3])
@@ -196,45 +172,71 @@ def test_steps_add_up_to_the_solution_of_the_damped_equations() -> None:
     torch.testing.assert_close(step, torch.linalg.solve(damped, gradient), rtol=1e-3, atol=1e-4)
 
 
-def test_a_step_lowers_the_error_of_its_codes() -> None:
-    """With the codes as constants, the error is quadratic in the atoms, and a few iterations take most of it."""
-    atoms = unit(drawn(9, 6, seed=1))
-    x = drawn(200, 6)
-    codes = Codes(x, atoms, 3)
-    found = Curvature(atoms)
-    found.add(codes)
-    matrix = matrix_of(codes, 9)
-    before, after, least = (
-        float((x - matrix @ table).square().sum())
-        for table in (
-            atoms,
-            atoms - found.solve(codes.gradient(9)),
-            torch.linalg.lstsq(matrix, x).solution,
-        )
-    )
-    assert least <= after < before
-    assert before - after > 0.5 * (before - least)
-
-
-def test_atoms_that_are_never_used_stay() -> None:
-    atoms = torch.eye(3)
-    x = torch.tensor([[2.0, 0.1, 0.0]]).repeat(5, 1)
-    found = Curvature(atoms)
-    codes = Codes(x, atoms, 1)
-    found.add(codes)
-    step = found.solve(codes.gradient(3))
-    assert step[1:].abs().max() == 0
-    assert step[0, 1] < 0  # toward the vectors
-
-
-def test_zero_vectors_give_no_step() -> None:
-    atoms = torch.eye(3)
-    found = Curvature(atoms)
-    codes = Codes(torch.zeros(5, 3), atoms, 2)
-    found.add(codes)
-    assert found.solve(codes.gradient(3)).abs().max() == 0
-
-
 @pytest.mark.parametrize("seed", [-1, 2**40])
 def test_any_seed_of_64_bits(seed: int) -> None:
     assert len(start(vectors(), 12, seed)) == 12
+
+
+def slow(a: Tensor, b: Tensor, bins: int) -> float:
+    """The divergence of [H, n, D], one number at a time."""
+    a, b = (x.flatten(0, 1).double() / x.flatten(0, 1).double().norm(dim=-1, keepdim=True) for x in (a, b))
+    both = torch.cat([a, b])
+    axes = torch.linalg.svd(both - both.mean(0), full_matrices=False).Vh[:2]
+    flat = both @ axes.T
+    counts = [[[0] * bins for _ in range(bins)] for _ in range(2)]
+    low = flat.min(0).values
+    high = flat.max(0).values
+    for place, point in enumerate(flat):
+        x, y = (min(int((point[i] - low[i]) / (high[i] - low[i]) * bins), bins - 1) for i in range(2))
+        counts[int(place >= len(a))][x][y] += 1
+    total = 0.0
+    for x in range(bins):
+        for y in range(bins):
+            p = counts[0][x][y] / len(a)
+            q = counts[1][x][y] / len(b)
+            total += sum(part / 2 * math.log2(part / ((p + q) / 2)) for part in (p, q) if part)
+    return total
+
+
+def some(seed: int, shift: float = 0.0, count: int = 300) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, count, 6, generator=generator) * torch.tensor([5.0, 3.0, 1, 1, 1, 1]) + shift
+
+
+@pytest.mark.parametrize("bins", [4, 10])
+def test_the_divergence_against_its_definition(bins: int) -> None:
+    a = some(0)
+    b = some(1, 2.0)
+    assert divergence(Directions.of(a), Directions.of(b), bins) == pytest.approx(slow(a, b, bins), abs=0.02)
+
+
+def test_the_divergence_of_extremes() -> None:
+    a = some(0, 50.0)
+    b = some(1, -50.0)
+    assert divergence(Directions.of(a), Directions.of(a)) == 0
+    assert divergence(Directions.of(a), Directions.of(b)) == pytest.approx(1)
+    assert divergence(Directions.of(torch.zeros(1, 5, 6)), Directions.of(torch.zeros(1, 5, 6))) == 0
+    assert divergence(Directions.of(a), Directions.of(b)) == divergence(Directions.of(b), Directions.of(a))
+
+
+def test_every_pair_of_a_group_is_alike() -> None:
+    apart = {(0, 1): 0.1, (1, 2): 0.1, (0, 2): 0.3, (2, 3): 0.2, (2, 4): 0.1, (3, 4): 0.21}
+    assert group_layers(range(5), lambda a, b: apart[a, b]) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_group_is_no_long_chain() -> None:
+    assert group_layers(range(9), lambda a, b: 0.15, chain=0.31) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert group_layers([], lambda a, b: 0.0) == []
+    assert group_layers([1, 5], lambda a, b: 0.0) == [[1, 5]]
+
+
+def test_groups_are_read() -> None:
+    assert parse_groups("0, 1-2,3", range(4)) == [[0], [1, 2], [3]]
+    assert parse_groups("each", [1, 3]) == [[1], [3]]
+    assert parse_groups("all", [1, 3]) == parse_groups("0-3", [1, 3]) == [[1, 3]]
+
+
+@pytest.mark.parametrize("text", ["0,1", "0-3,3", "0-4,9", "x", "", "0-3,", "1-0,2,3", "-1,0-3"])
+def test_groups_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="group"):
+        parse_groups(text, range(4))

@@ -16,6 +16,7 @@ from kvpolicy.calibration import calibrate_gate
 from kvpolicy.calibration.gate import FLOOR, Moments, Sample, Training, explained, mlp_gate, scored_windows
 from kvpolicy.selectors.gate_files import GATE_FILES, LayerGate
 from tests.calibration.test_heads import gemma, llama, windows
+from tests.calibration.test_queries import places_of
 
 
 def drawn(count: int, hidden: int = 6, heads: int = 2, seed: int = 0) -> Sample:
@@ -66,14 +67,9 @@ def test_the_same_tokens_are_drawn_in_all_layers() -> None:
     whole = [*scored_windows(model, texts, [30, 30], seed=0)]
     some = [*scored_windows(model, texts, [10, 10], seed=3)]
     for every, few in zip(whole, some, strict=True):
-        places = [_places(every[layer].labels, few[layer].labels) for layer in (0, 1)]
+        places = [places_of(every[layer].labels, few[layer].labels) for layer in (0, 1)]
         assert places[0] == places[1] == sorted(places[0]) and len({*places[0]}) == 10
-        assert _places(every[1].inputs, few[1].inputs) == places[0]
-
-
-def _places(whole: Tensor, some: Tensor) -> list[int]:
-    """Where vectors [n, D] stand among all [N, D]."""
-    return torch.cdist(some.double(), whole.double()).argmin(-1).tolist()
+        assert places_of(every[1].inputs, few[1].inputs) == places[0]
 
 
 @pytest.mark.parametrize("ridge", [0.0, 0.01, 3.0])

@@ -13,6 +13,13 @@ from kvpolicy.cli.app import main
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
+Tiny = tuple[Any, Any]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tiny:
+    """The embedded model and its tokenizer."""
+    return kvpolicy.tiny()
 
 
 @pytest.fixture

@@ -11,13 +11,10 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvpolicy
-from kvpolicy import Policy
+from kvpolicy import CSR, KVQuant, LowRank, Policy
 from kvpolicy.allocators.head_files import HEAD_FILES
 from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.codecs._files import load
-from kvpolicy.codecs.csr.csr import CSR
-from kvpolicy.codecs.kvquant import KVQuant
-from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.selectors.center_files import CENTER_FILES
 from kvpolicy.selectors.filter_files import FILTER_FILES
 from kvpolicy.selectors.gate_files import GATE_FILES
@@ -192,6 +189,9 @@ def test_heads_by_the_razor_probe(tmp_path: Path, run: Run) -> None:
     error = "--probe reach must have a text, got none; try --text FILE, or --probe razor."
     assert error in run(["calibrate", "heads", "--model", "tiny", "--out", out], 2)
     assert "--probe must be reach or razor, got 'echo'; try reach." in run([*line, "--probe", "echo"], 2)
+    for option in ("--positions", "--length"):
+        assert f"{option} must not be given with --probe razor" in run([*line, option, "9"], 2)
+    assert "--repeats must not be given with --probe reach" in run(words(tmp_path, "heads", "--repeats", "3"), 2)
 
 
 TOKENS = ["--tokens", "150"]
@@ -227,19 +227,6 @@ def test_files_of_selectors(kind: str, method: str, read: Any, more: list[str], 
     run(["plan", "tiny", f"{method}:file={out}@0.2"])
     other = "made for another model (llama 'tiny', with 8 layers instead of 32)"
     assert other in run(["plan", "llama-3.1-8b", f"{method}:file={out}@0.2"], 2)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--probe", "razor", "--positions", "9"], "--positions must not be given with --probe razor"),
-        (["--probe", "razor", "--length", "9"], "--length must not be given with --probe razor, which reads no text"),
-        (["--repeats", "3", "--text", "none.txt"], "--repeats must not be given with --probe reach"),
-    ],
-)
-def test_options_of_the_other_probe(more: list[str], message: str, tmp_path: Path, run: Run) -> None:
-    assert message in run(["calibrate", "heads", "--model", "tiny", "--out", str(tmp_path / "out"), *more], 2)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["channels", "triattention"])

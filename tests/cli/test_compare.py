@@ -1,7 +1,8 @@
-"""`kvpolicy compare`: the scores of the tuner on texts of one's own, in one document."""
+"""`kvpolicy compare`: the scores of the tuner on texts of one's own, and the progress of a long command."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.commands.compare import wilson
+from kvpolicy.cli.formatting import Progress
 from kvpolicy.tuning.evidence import reference_logits, score
 from kvpolicy.tuning.windows import Window, read_windows
 from tests.cli.conftest import Facts, Run
@@ -115,17 +117,12 @@ def test_errors(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": 3}, "must have a text as its prompt, got int; try {"),
-        (
-            {"answers": "1"},
-            "must have keys among prompt, question, answer, id, task, got 'answers'; did you mean",
-        ),
+        ({"answers": "1"}, "must have keys among prompt, question, answer, id, task, got 'answers'; did you mean"),
         ({"questions": "?a=", "answer": "1", "id": 3}, "got 'questions'; did you mean 'question'?"),
     ],
 )
 def test_wrong_lines_are_refused(line: dict[str, Any], message: str, tmp_path: Path, run: Run) -> None:
-    names = ["mine.jsonl"] if line == {"prompt": 3} else ["mine.jsonl", "mine.txt"]  # which would be plain text
-    for name in names:
+    for name in ("mine.jsonl", "mine.txt"):  # which would be plain text
         (tmp_path / name).write_text(json.dumps({"prompt": "a=1\n"} | line) + "\n")
         assert message in run(["compare", "tiny", "--text", str(tmp_path / name), "--policy", "full"], 2)
 
@@ -136,3 +133,37 @@ def test_intervals_are_those_of_scipy(right: int, count: int) -> None:
 
     found = binomtest(right, count).proportion_ci(method="wilson")
     assert wilson(right, count) == pytest.approx([found.low, found.high], abs=1e-6)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress_on(stream: io.StringIO) -> str:
+    """What is shown of two parts of ten texts, ten seconds each."""
+    seconds = [0.0]
+    progress = Progress(2, stream, lambda: seconds[0])
+    for name in ("full", "snapkv@0.2"):
+        done = progress.part(name)
+        for text in range(10):
+            seconds[0] += 10
+            done(text + 1, 10)
+    return stream.getvalue()
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    lines = progress_on(io.StringIO()).splitlines()
+    assert lines[0] == "full ..." and lines[1] == "full: 3 of 10 texts, about 3 min left in all"
+    assert lines[2] == "full: 6 of 10 texts, about 2 min left in all"
+    assert "snapkv@0.2 ..." in lines and lines[-1] == "snapkv@0.2: 8 of 10 texts, about 20 s left in all"
+    assert len(lines) == 8
+
+
+def test_a_terminal_gets_one_line_for_each_part() -> None:
+    shown = progress_on(Terminal())
+    assert shown.count("\n") == 2 and shown.endswith("\n")
+    states = [state.strip() for state in shown.split("\r")]
+    assert "full: 1 of 10 texts, about 3 min left in all" in states and "full: 10 texts" in states
+    assert states[-1] == "snapkv@0.2: 10 texts"
+    assert len({len(state.rstrip("\n")) for state in shown.split("\r")[1:]}) == 1, "nothing of a longer line is left"

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,20 +17,16 @@ from transformers import T5Config
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.cli.generation import GeneratedText, TextPrinter, TimedStreamer, first_difference
+from kvpolicy.cli.generation import TextPrinter, TimedStreamer, first_difference
 from kvpolicy.cli.model_loading import prompt_notes, read_prompt, sample
 from kvpolicy.hf import compiled_generation
-from tests.cli.conftest import Facts, Run
+from tests.cli.conftest import Facts, Run, Tiny
 from tests.counting_model import ANSWER, WORDS, counting_model
 from tests.counting_model import PROMPT as QUESTION
 
+Generate = Callable[..., tuple[str, str]]
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
 POLICY = "streaming:sinks=1@0.3"
-
-
-@pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
-    return kvpolicy.tiny()
 
 
 @pytest.fixture
@@ -40,13 +37,20 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
     return call
 
 
-def generate(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
-    exact = [] if {"--least", "--speculate"} & {*words} else ["--least", "0"]
-    assert main(["generate", *words, *exact]) == code
-    return capsys.readouterr()
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str]) -> Generate:
+    """Run the command, by default without a least number of tokens; returns what it writes to both streams."""
+
+    def call(words: list[str], code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()  # saving a model may have printed
+        exact = [] if {"--least", "--speculate"} & {*words} else ["--least", "0"]
+        assert main(["generate", *words, *exact]) == code
+        return capsys.readouterr()
+
+    return call
 
 
-def wanted(tiny: tuple[Any, Any], prompt: str, policy: str, new: int) -> tuple[str, list[int], Any]:
+def wanted(tiny: Tiny, prompt: str, policy: str, new: int) -> tuple[str, list[int], Any]:
     """Text, tokens and cache of greedy generation with `model.generate`."""
     model, tokenizer = tiny
     ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -56,14 +60,12 @@ def wanted(tiny: tuple[Any, Any], prompt: str, policy: str, new: int) -> tuple[s
 
 
 @pytest.mark.parametrize("policy", ["full", POLICY, "squeeze+kvcrush@0.4"])
-def test_the_text_is_that_of_model_generate(
-    policy: str, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, err = generate([PROMPT, "--policy", policy, "--new", "14"], capsys)
+def test_the_text_is_that_of_model_generate(policy: str, tiny: Tiny, generate: Generate) -> None:
+    out, err = generate([PROMPT, "--policy", policy, "--new", "14"])
     text, tokens, cache = wanted(tiny, PROMPT, policy, 14)
     assert out == f"{text}\n"
     assert f"{len(tokens)} tokens" in err and str(cache.policy) in err
-    found = json.loads(generate([PROMPT, "--policy", policy, "--new", "14", "--json"], capsys)[0])
+    found = json.loads(generate([PROMPT, "--policy", policy, "--new", "14", "--json"])[0])
     (run,) = found["runs"]
     assert (run["text"], run["tokens"]) == (text, tokens)
     assert (run["nbytes"], run["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
@@ -74,7 +76,7 @@ def test_the_text_is_that_of_model_generate(
     assert found["compared_with_the_first"] == []
 
 
-def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     def runs(*words: str) -> list[dict[str, Any]]:
         assert main(["generate", PROMPT, "--new", "3", "--json", *words]) == 0
         return json.loads(capsys.readouterr().out)["runs"]
@@ -90,10 +92,10 @@ def test_a_short_prompt_keeps_at_least_1024_tokens(tiny: tuple[Any, Any], capsys
     assert exact["policy"] == "h2o@0.3" and exact["kept"] == int(0.3 * len(tiny[1](PROMPT).input_ids))
 
 
-def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_where_texts_differ(tiny: Tiny, generate: Generate) -> None:
     others = ["full", POLICY, "window@8"]
     words = [PROMPT, "--policy", POLICY, "--new", "14", *(word for name in others for word in ("--compare", name))]
-    found = json.loads(generate([*words, "--json"], capsys)[0])
+    found = json.loads(generate([*words, "--json"])[0])
     _, first, _ = wanted(tiny, PROMPT, POLICY, 14)
     at: list[int | None] = []
     for policy in others:
@@ -101,7 +103,7 @@ def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.
         at.append(next((i for i in range(14) if tokens[i : i + 1] != first[i : i + 1]), None))
     assert [one["parts_after_tokens"] for one in found["compared_with_the_first"]] == at
     assert at[0] is not None and at[1] is None  # else nothing was shown
-    out, err = generate(words, capsys)
+    out, err = generate(words)
     assert f"differs from the first after {at[0]} of 14 tokens" in " ".join(out.split())
     assert "identical to the first" in out and not err
     for run in found["runs"]:
@@ -120,11 +122,7 @@ def test_texts_are_side_by_side_in_a_wide_terminal(run: Run) -> None:
     ("first", "other", "at"), [([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 4, 3], 1)]
 )
 def test_first_difference(first: list[int], other: list[int], at: int | None) -> None:
-    numbers: dict[str, Any] = {"prompt": 1, "kept": 0, "seen": 0, "nbytes": 0, "full_nbytes": 0}
-    runs = [
-        GeneratedText(policy="", text="", tokens=tuple(tokens), **numbers, prefill=None, decode=None)
-        for tokens in (first, other)
-    ]
+    runs: list[Any] = [SimpleNamespace(tokens=tuple(tokens)) for tokens in (first, other)]
     assert first_difference(*runs) == at
 
 
@@ -140,9 +138,9 @@ def test_sources_of_the_prompt(tmp_path: Path, piped: Callable[[bytes], None]) -
         assert read_prompt(*words, "other") == ("é=1\n", False)
 
 
-def test_the_built_in_sample(piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_built_in_sample(piped: Callable[[bytes], None], generate: Generate) -> None:
     piped(b"")
-    out, err = generate([], capsys)
+    out, err = generate([])
     assert f"\n{sample().rpartition('?')[2]}{out.strip()}\n" in sample()
     assert "built-in sample" in err
 
@@ -166,15 +164,13 @@ def test_a_seed_makes_sampling_repeatable(facts: Facts) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--speculate", POLICY]])
-def test_a_tiny_temperature_is_greedy(
-    more: list[str], tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tiny_temperature_is_greedy(more: list[str], tiny: Tiny, generate: Generate) -> None:
     """Logits that are divided by it would be infinite."""
     words = [PROMPT, *(more or ["--policy", "full"]), "--new", "6", "--temperature", "1e-320"]
-    assert generate(words, capsys)[0] == wanted(tiny, PROMPT, "full", 6)[0] + "\n"
+    assert generate(words)[0] == wanted(tiny, PROMPT, "full", 6)[0] + "\n"
 
 
-def saved(tiny: tuple[Any, Any], folder: Path, *names: str, **fields: Any) -> str:
+def saved(tiny: Tiny, folder: Path, *names: str, **fields: Any) -> str:
     """A folder with the model, and other fields in some of its files."""
     for part in tiny:
         part.save_pretrained(folder)
@@ -183,48 +179,36 @@ def saved(tiny: tuple[Any, Any], folder: Path, *names: str, **fields: Any) -> st
     return str(folder)
 
 
-def test_a_folder_and_its_chat_template(
-    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_and_its_chat_template(tmp_path: Path, tiny: Tiny, generate: Generate) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}tiger=4821\n?tiger="
     model = saved(tiny, tmp_path, "tokenizer_config.json", chat_template=template)
     words = ["hello", "--model", model, "--policy", "full", "--new", "4", "--chat", "--dtype", "float32"]
     text, _, _ = wanted(tiny, "[hello]tiger=4821\n?tiger=", "full", 4)
-    capsys.readouterr()  # saving may have printed
-    assert generate(words, capsys)[0] == f"{text}\n"
+    assert generate(words)[0] == f"{text}\n"
 
 
-def test_a_checkpoint_that_was_saved_without_a_cache_has_one(
-    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_was_saved_without_a_cache_has_one(tmp_path: Path, tiny: Tiny, generate: Generate) -> None:
     """Training with checkpoints of activations leaves `use_cache: false` behind."""
-    saved(tiny, tmp_path, "config.json", "generation_config.json", use_cache=False)
-    capsys.readouterr()  # saving may have printed
+    model = saved(tiny, tmp_path, "config.json", "generation_config.json", use_cache=False)
     text, _, cache = wanted(tiny, PROMPT, POLICY, 4)
-    words = [PROMPT, "--model", str(tmp_path), "--policy", POLICY, "--new", "4", "--json"]
-    out, err = generate(words, capsys)
+    out, err = generate([PROMPT, "--model", model, "--policy", POLICY, "--new", "4", "--json"])
     (run,) = json.loads(out)["runs"]
     assert (run["text"], run["nbytes"], err) == (text, cache.nbytes, "")
 
 
-def test_a_generation_config_may_have_other_defaults(
-    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generation_config_may_have_other_defaults(tmp_path: Path, tiny: Tiny, generate: Generate) -> None:
     """Strings that end a text are read, and its cache and its number of texts are those of the command."""
     other = {"cache_implementation": "static", "num_return_sequences": 3, "do_sample": True, "stop_strings": ["3"]}
     saved(tiny, tmp_path, "generation_config.json", **other)
-    capsys.readouterr()  # saving may have printed
     text, _, _ = wanted(tiny, PROMPT, "full", 6)
     assert "3" in text[:-1]
     words = [PROMPT, "--model", str(tmp_path), "--new", "6"]
-    assert generate([*words, "--policy", "full"], capsys)[0] == text[: text.index("3") + 1] + "\n"
+    assert generate([*words, "--policy", "full"])[0] == text[: text.index("3") + 1] + "\n"
     with pytest.warns(kvpolicy.KVPolicyWarning, match="without stop_strings=.* of the generation config"):
-        assert generate([*words, "--speculate", "full"], capsys)[0] == text + "\n"
+        assert generate([*words, "--speculate", "full"])[0] == text + "\n"
 
 
-def test_interrupted(
-    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted(tiny: Tiny, generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     put = TimedStreamer.put
 
     def stop(self: TimedStreamer, value: Any) -> None:
@@ -233,10 +217,10 @@ def test_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TimedStreamer, "put", stop)
-    out, err = generate([PROMPT, "--policy", POLICY], capsys, 130)
+    out, err = generate([PROMPT, "--policy", POLICY], 130)
     assert out == wanted(tiny, PROMPT, POLICY, 4)[0] + "\n"
     assert "by Ctrl-C after 4 tokens" in err
-    out, _ = generate([PROMPT, "--policy", POLICY, "--compare", "full", "--json"], capsys, 130)
+    out, _ = generate([PROMPT, "--policy", POLICY, "--compare", "full", "--json"], 130)
     (run,) = json.loads(out)["runs"]
     assert run["interrupted"] and len(run["tokens"]) == 4
     assert not kvpolicy.attach(tiny[0], "full").detach()
@@ -273,7 +257,7 @@ def test_interrupted(
     ],
 )
 def test_error_messages(
-    line: str, message: str, tmp_path: Path, run: Run, piped: Callable[[bytes], None], tiny: tuple[Any, Any]
+    line: str, message: str, tmp_path: Path, run: Run, piped: Callable[[bytes], None], tiny: Tiny
 ) -> None:
     piped(b"")
     (tmp_path / "latin").write_bytes("année".encode("latin-1"))
@@ -290,33 +274,27 @@ def test_error_messages(
     assert message in run(f"generate {line.replace('FOLDER', str(tmp_path))}", 2)
 
 
-def test_speculation_gives_the_text_of_the_full_cache(
-    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speculation_gives_the_text_of_the_full_cache(tiny: Tiny, generate: Generate) -> None:
     words = [PROMPT, "--speculate", POLICY, "--new", "10", "--gamma", "3"]
-    out, err = generate(words, capsys)
+    out, err = generate(words)
     text, tokens, _ = wanted(tiny, PROMPT, "full", 10)
     assert out == f"{text}\n" and "accepted, by streaming:sinks=1@0.3" in err
-    found = json.loads(generate([*words, "--json"], capsys)[0])["speculation"]
+    found = json.loads(generate([*words, "--json"])[0])["speculation"]
     assert (found["text"], found["tokens"], found["policy"]) == (text, tokens, POLICY)
     assert found["accepted"] + found["rounds"] >= len(tokens) - 1
     for more in (["--compare", "full"], ["--policy", "h2o@0.5"]):
-        assert "--speculate must be given without" in generate([*words, *more], capsys, 2)[1]
-    assert "--gamma must be given with --speculate" in generate([PROMPT, "--gamma", "3"], capsys, 2)[1]
+        assert "--speculate must be given without" in generate([*words, *more], 2)[1]
+    assert "--gamma must be given with --speculate" in generate([PROMPT, "--gamma", "3"], 2)[1]
 
 
-def test_the_text_begins_with_its_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_begins_with_its_space(tmp_path: Path, generate: Generate) -> None:
     """With a tokenizer that drops the space of the first word it decodes, in every way to generate."""
-    model, tokenizer = counting_model()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    capsys.readouterr()  # DeepSpeed writes there when transformers saves a model
-    words = [QUESTION, "--model", str(tmp_path), "--new", "20"]
-    assert generate(words, capsys)[0] == f"{ANSWER}\n"
-    assert json.loads(generate([*words, "--json"], capsys)[0])["runs"][0]["text"] == ANSWER
-    assert generate([*words, "--speculate", "streaming@0.5"], capsys)[0] == f"{ANSWER}\n"
-    assert f"\n{ANSWER}\n" in generate([*words, "--compare", "full"], capsys)[0]
-    assert generate([*words[:-1], "3"], capsys)[0] == " paris\ufffd\ufffd\n"
+    words = [QUESTION, "--model", saved(counting_model(), tmp_path), "--new", "20"]
+    assert generate(words)[0] == f"{ANSWER}\n"
+    assert json.loads(generate([*words, "--json"])[0])["runs"][0]["text"] == ANSWER
+    assert generate([*words, "--speculate", "streaming@0.5"])[0] == f"{ANSWER}\n"
+    assert f"\n{ANSWER}\n" in generate([*words, "--compare", "full"])[0]
+    assert generate([*words[:-1], "3"])[0] == " paris\ufffd\ufffd\n"
 
 
 def test_a_printed_text_comes_token_by_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,18 +313,18 @@ def test_a_printed_text_comes_token_by_token(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_first_step_of_compiled_steps_is_told(
-    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same text; what is compiled is tested in tests/engine/test_compiled_generation.py."""
     monkeypatch.setattr(compiled_generation, "is_plain_step", lambda *_: False)
     text, _, _ = wanted(tiny, PROMPT, POLICY, 4)
-    out, err = generate([PROMPT, "--policy", POLICY, "--new", "4", "--compile"], capsys)
+    out, err = generate([PROMPT, "--policy", POLICY, "--new", "4", "--compile"])
     assert out == text + "\n"
     assert re.search(r"^ *first step +\d+\.\d\d s, with the compilation$", err, re.MULTILINE)
-    _, err = generate([PROMPT, "--policy", POLICY, "--new", "4"], capsys)
+    _, err = generate([PROMPT, "--policy", POLICY, "--new", "4"])
     assert "first step" not in err
-    _, err = generate([PROMPT, "--speculate", POLICY, "--compile"], capsys, 2)
+    _, err = generate([PROMPT, "--speculate", POLICY, "--compile"], 2)
     assert "--compile must be given without --speculate" in err
     for option, value in (("--tile", ["64"]), ("--hold-codes", [])):
-        _, err = generate([PROMPT, "--speculate", POLICY, option, *value], capsys, 2)
+        _, err = generate([PROMPT, "--speculate", POLICY, option, *value], 2)
         assert f"{option} must be given without --speculate" in err

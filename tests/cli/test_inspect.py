@@ -20,7 +20,7 @@ from kvpolicy.cli.generation import held
 from kvpolicy.cli.inspection import MARKS, inspect_prompt
 from kvpolicy.cli.inspection_html import page
 from kvpolicy.reporting.token_spans import level
-from tests.cli.conftest import Facts, Run
+from tests.cli.conftest import Facts, Run, Tiny
 from tests.conformance.models import build
 from tests.html_pages import Page
 from tests.modules import forget
@@ -32,12 +32,7 @@ POLICY = "squeeze+snapkv@0.4"
 LOOK = ["inspect", PROMPT, "--policy", POLICY]
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
-    return kvpolicy.tiny()
-
-
-def cache_of(tiny: tuple[Any, Any], policy: str) -> Any:
+def cache_of(tiny: Tiny, policy: str) -> Any:
     model, tokenizer = tiny
     with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
         model(tokenizer(PROMPT, return_tensors="pt").input_ids)
@@ -46,7 +41,7 @@ def cache_of(tiny: tuple[Any, Any], policy: str) -> Any:
 
 @pytest.mark.parametrize("policy", [POLICY, "h2o@0.4"])
 def test_numbers_are_those_of_the_cache(
-    policy: str, tiny: tuple[Any, Any], tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
+    policy: str, tiny: Tiny, tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     found = facts(f"inspect --policy {policy}")
@@ -80,7 +75,7 @@ def test_generated_tokens(facts: Facts) -> None:
 
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("columns", [60, 120])
-def test_marks_below_the_text(columns: int, layer: int | None, tiny: tuple[Any, Any], run: Run) -> None:
+def test_marks_below_the_text(columns: int, layer: int | None, tiny: Tiny, run: Run) -> None:
     out = run([*LOOK, *([] if layer is None else ["--layer", str(layer)])], columns=columns)
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= columns
     lines = out[out.index("<s>") :].splitlines()
@@ -120,7 +115,7 @@ def test_characters_that_the_output_cannot_encode(command: str, monkeypatch: pyt
     assert ("####" in text and "?tiger=" in text) if command == "inspect" else text.endswith("\n")
 
 
-def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, run: Run) -> None:
+def test_the_page_is_self_contained(tiny: Tiny, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "page.html"
     assert str(path) in run([*LOOK, "--html", str(path)])
     text = path.read_text(encoding="utf-8")
@@ -147,7 +142,7 @@ def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, run: 
 
 @pytest.mark.parametrize("importance", [True, False])
 def test_the_plot_has_every_layer_of_a_hybrid_model(
-    importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    importance: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = pytest.importorskip("kvpolicy.reporting.plots.layers")
     given: list[Any] = []

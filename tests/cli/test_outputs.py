@@ -72,9 +72,8 @@ def test_nothing_of_a_user_is_lost(path: tuple[str, ...], command: Any, option: 
     names = CALIBRATION if option.metavar != "FILE" else {"mine.txt"}
     for name in names:
         (folder / name).write_bytes(MINE)
-    for where in [folder] if option.metavar != "FILE" else [folder / "mine.txt"]:
-        said = run(_line(path, command, option, text, where), 2)
-        assert "must be absent, " in said and "; try another file, or --force to replace it." in said
+    said = run(_line(path, command, option, text, folder if option.metavar != "FILE" else folder / "mine.txt"), 2)
+    assert "must be absent, " in said and "; try another file, or --force to replace it." in said
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == dict.fromkeys(names, MINE)
 
 
@@ -183,9 +182,6 @@ def test_a_folder_of_inputs_protects_its_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must not be an input"):
         check_output(tmp_path / "a.txt", inputs=[tmp_path], force=True)
     check_output(tmp_path / "a.txt", inputs=[tmp_path], is_own=lambda path: path.endswith("a.txt"))
-
-
-# ---- kvpolicy-eval and the programs of the documentation ----
 
 
 def _eval_outputs() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""`kvpolicy plan`: its numbers are those of `kvpolicy.plan`; its text, and its error messages."""
+"""`kvpolicy plan`: its numbers are those of `kvpolicy.plan`; its text and tables, transfers, and error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 from transformers import DeepseekV3Config
 
 import kvpolicy
+from kvpolicy import KVPolicyError, Policy
+from kvpolicy.cli.layer_table import layer_facts, layer_table, parse_rate, transfer_facts, transfer_text
 from kvpolicy.hf.embedded import config_of
+from kvpolicy.text.tables import MAX_LINES, text_layer_table
 from tests.cli.conftest import Facts, Run
 
 POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
@@ -170,18 +173,12 @@ CONFIGS = {
         ),
         ("llama-3-70b full --headroom much", "--headroom must be a number of bytes with a unit, got 'much'; try 1GiB."),
         ("llama-3-70b full --memory 1 --headroom 1", "--headroom must be less than --memory, got 1 of 1; try 1GiB."),
-        (
-            "llama-3-70b full --dtype nonsense",
-            "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
-        ),
+        ("llama-3-70b full --dtype nonsense", "of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16."),
         ("llama-3.1-8", "did you mean 'llama-3.1-8b'?"),
         ("snapkv@0.2", "MODEL must be a model, got the policy 'snapkv@0.2'; try kvpolicy plan MODEL snapkv@0.2."),
         ("llama-3-70b full --backend nccl", "deepspeed or hf, got 'nccl'"),
         ("llama-3-70b full --backend=", "deepspeed or hf, got ''"),
-        (
-            "llama-3-70b full --backend hf --tp 16",
-            "tp must divide the 8 KV heads with backend='hf', got 16; try backend='deepspeed'",
-        ),
+        ("llama-3-70b full --backend hf --tp 16", "the 8 KV heads with backend='hf', got 16; try backend='deepspeed'"),
         ("llama-3-70b csr", "made for another model"),
         ("FOLDER full", "a config.json or a name on the Hub, got"),
         ("FOLDER/gpt2.json full --tp 2", "got gpt2; no other backend"),
@@ -190,14 +187,8 @@ CONFIGS = {
         ("FOLDER/odd.json full", "not a multiple"),
         ("FOLDER/bad.json full", "not a valid JSON"),
         ("FOLDER/heads.json full", "a config.json or a name on the Hub, got"),
-        (
-            "FOLDER/groups.json full",
-            "of which transformers makes a model, got one of llama with an error (ZeroDivision",
-        ),
-        (
-            "FOLDER/act.json full",
-            "got one of llama with an error (KeyError: 'nope'); try the config.json of the model.",
-        ),
+        ("FOLDER/groups.json full", "which transformers makes a model, got one of llama with an error (ZeroDivision"),
+        ("FOLDER/act.json full", "one of llama with an error (KeyError: 'nope'); try the config.json of the model."),
     ],
 )
 def test_error_messages(line: str, message: str, tmp_path: Path, run: Run) -> None:
@@ -243,3 +234,91 @@ def test_tune_is_not_recommended_for_latent_attention(tmp_path: Path, facts: Fac
     config = DeepseekV3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
     config.save_pretrained(tmp_path)
     assert facts(f"plan {tmp_path} window@0.2 --prompt 256 --memory 900")["tune"] == ""
+
+
+HOSTED = "full+quest:read=256:host=true"
+SIZES: dict[str, Any] = {"prompt": 8192, "new": 64, "dtype": torch.bfloat16}
+LINE = "llama-3.1-8b --prompt 8192 --new 64 --link 25GB/s"
+
+
+def test_json_has_both_places_and_the_times(facts: Facts) -> None:
+    found = facts(f"plan {LINE} --bandwidth 2TB/s".replace("8b", f"8b {HOSTED}"))
+    plan = kvpolicy.plan("llama-3.1-8b", HOSTED, **SIZES, backend="deepspeed")
+    assert plan.weights is not None and plan.loaded > plan.stored > 0
+    assert found["places"] == {"device": plan.device_nbytes, "host": plan.host_nbytes}
+    assert (found["moved"]["loaded"], found["moved"]["stored"]) == (plan.loaded, plan.stored)
+    link = found["link"]
+    assert link["seconds"] == pytest.approx((plan.loaded + plan.stored) / 25e9)
+    assert link["read"] == plan.weights.nbytes + plan.moved
+    assert link["read_seconds"] == pytest.approx(link["read"] / 2e12)
+
+
+def test_text_of_both_commands(run: Run) -> None:
+    plan = kvpolicy.plan("llama-3.1-8b", HOSTED, **SIZES)
+    took = f"take {1000 * (plan.loaded + plan.stored) / 25e9:.3g} ms."
+    text = " ".join(run(f"plan {LINE} --bandwidth 2TB/s".replace("8b", f"8b {HOSTED}")).split())
+    assert took in text and "no longer than reading all weights and the cache" in text
+    assert "cache on the device" in text and "copied per step, from host memory" in text
+    text = " ".join(run(f"explain {HOSTED} {LINE} --bandwidth 2TB/s").split())
+    assert took in text and "Keys and values of layers 2-31 lie in host memory" in text
+    assert "longer than reading the cache" in text
+    text = run(f"plan llama-3.1-8b {HOSTED} --prompt 8192")
+    assert "copied per step, to host memory" in text and "They do not overlap" not in " ".join(text.split())
+
+
+def test_slow_and_fast_links() -> None:
+    plan = kvpolicy.plan("llama-3.1-8b", HOSTED, **SIZES)
+    for link, more in (("1MB/s", "That is longer than"), ("900TB/s", "That is no longer than")):
+        facts = transfer_facts(plan, link, "1TB/s", weights=16 * 10**9)
+        assert facts is not None
+        assert more in transfer_text(facts)
+        assert "That is no longer than" in transfer_text(facts | {"read_seconds": facts["seconds"]})
+    assert transfer_facts(plan, None, None) is None
+    alone = transfer_facts(plan, "25GB/s", None)
+    assert alone is not None and alone["read_seconds"] is None and "That is" not in transfer_text(alone)
+
+
+@pytest.mark.parametrize("text", ["25", "25GB", "GB/s", "0GB/s", "25GB/m", "fast/s", ""])
+def test_rates_are_refused(text: str) -> None:
+    with pytest.raises(KVPolicyError, match="--link must be bytes per second with a unit, got"):
+        parse_rate("--link", text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "link", "bandwidth", "message"),
+    [
+        ("full", "25GB/s", None, "--link must be given for a policy with keys and values in host memory, got full"),
+        (HOSTED, None, "1TB/s", "--bandwidth must be given together with --link, got '1TB/s' alone"),
+        (HOSTED, "25GB/s", "1TB", "--bandwidth must be bytes per second with a unit, got '1TB'"),
+    ],
+)
+def test_what_says_nothing_is_refused(policy: str, link: str | None, bandwidth: str | None, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        transfer_facts(kvpolicy.plan("llama-3.1-8b", policy, **SIZES), link, bandwidth)
+
+
+def firsts(text: str) -> list[str]:
+    """The first cell of each line of a table."""
+    return [line.split("  ")[0] for line in text.splitlines()]
+
+
+def test_layers_of_other_bytes_have_lines_of_their_own() -> None:
+    """With equal tokens and slots: only the codes are of other sizes."""
+    specs = ["snapkv+kivi:bits=2@0.5"] * 3 + ["snapkv+kivi:bits=8@0.5"] * 5
+    plan = kvpolicy.plan("tiny", Policy.by_layer(specs, budget=1.0), prompt=900)
+    assert len({layer.layout for layer in plan.layers}) == 1
+    assert firsts(str(plan))[2:5] == ["0-2", "3-7", "all"]
+    assert firsts(layer_table(layer_facts(plan), 0))[1:] == ["0-2", "3-7"]
+
+
+def test_plans_and_the_command_group_alike() -> None:
+    plan = kvpolicy.plan("tiny", "snapkv@0.2", batch=8, prompt=900)
+    assert len({sum(layer.nbytes.values()) for layer in plan.layers}) == 2  # the first one counts the tokens of all
+    assert firsts(str(plan))[2:] == ["0-7", "all"] and firsts(layer_table(layer_facts(plan), 0))[1:] == ["0-7"]
+
+
+def test_a_long_table_is_folded() -> None:
+    rows = [(index, (str(index),)) for index in range(MAX_LINES + 4)]
+    shown = firsts(text_layer_table(("layers", "tokens"), rows, ("all", "190")))
+    assert len(shown) == 1 + MAX_LINES + 1 + 1 and shown[9] == "4 more" and shown[-1] == "all"
+    assert "more" not in text_layer_table(("layers", "tokens"), rows[:MAX_LINES])

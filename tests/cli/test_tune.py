@@ -107,10 +107,7 @@ def test_the_bar_shows_how_many_texts_are_done(capsys: pytest.CaptureFixture[str
         (["--policy", "h2o@0.1"], "--policy must be without a budget, got h2o@0.1; try h2o with --shares"),
         (["--held-out", "0.25"], "held out must be at least two to compare policies on, got 1; try a larger"),
         (["--seed", str(2**64)], "Invalid value for '--seed'"),
-        (
-            ["--budget", "1MiB"],
-            "must exceed the 1000000000 bytes that layers without a policy hold of a text, got",
-        ),
+        (["--budget", "1MiB"], "must exceed the 1000000000 bytes that layers without a policy hold of a text, got"),
         (["--budget", "1KiB", "--no-evidence"], "got 1024 bytes, which is less than the"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs._files import save
@@ -46,6 +47,20 @@ def oscar_files(folder: Path, dim: int) -> str:
     rotations = torch.linalg.qr(torch.randn(2, 1, dim, dim, generator=generator)).Q
     tensors = {f"{side}.rotation.0": t.clone() for side, t in zip(("keys", "values"), rotations, strict=True)}
     save(str(folder), "oscar", {"model": None, "head_dim": dim}, tensors)
+    return str(folder)
+
+
+def lowrank_files(folder: Path, dim: int, heads: int = H, layers: int = 1, **meta: Any) -> str:
+    """A folder with bases of random keys, values and queries, whose energies fall from direction to direction."""
+    generator = torch.Generator().manual_seed(heads)
+    tensors: dict[str, Tensor] = {}
+    for layer in range(layers):
+        for part in ("keys.pre", "keys.post", "values", "queries"):
+            basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
+            tensors[f"{part}.basis.{layer}"] = basis.half()
+            tensors[f"{part}.energy.{layer}"] = torch.logspace(1, -2, dim).expand(heads, -1)
+            tensors[f"{part}.mean.{layer}"] = torch.randn(heads, dim, generator=generator)
+    save(folder, "lowrank", {"model": None, "head_dim": dim, **meta}, tensors)
     return str(folder)
 
 
@@ -161,7 +176,7 @@ def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> Non
 
 
 def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Callable[[Tensor, Tensor], None]) -> None:
-    """All methods trace without graph breaks, with equal results."""
+    """All methods trace once, without graph breaks, with equal results."""
 
     def once(
         store: StageStore, keys: Tensor, values: Tensor, slot: Tensor, write_mask: Tensor, occupied: Tensor
@@ -173,7 +188,8 @@ def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Ca
         found += [stage.keys(store, slot), stage.values(store, slot)]
         return [*found, stage.score(store, queries, None), stage.mix(store, weights)]
 
-    compiled = torch.compile(once, fullgraph=True, backend=backend)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(once, fullgraph=True, backend=counter)
     eager = empty(stage, slots, dim)
     other = copy(eager)
     occupied = torch.zeros(B, H, slots, dtype=torch.bool)
@@ -183,3 +199,4 @@ def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Ca
             compare(got, want)
         assert same(eager, other)
         occupied[:, 0] = True
+    assert counter.frame_count == 1

@@ -1,6 +1,6 @@
 """What every stage of a codec must keep to, with the options that change its tensors or its arithmetic.
 
-CSR, whose codes may differ by the rounding of products, has rules of its own in tests/codecs/test_csr_rules.py.
+CSR, whose codes may differ by the rounding of products, has rules of its own in tests/codecs/test_csr.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvpolicy import (
     OSCAR,
     KVarN,
     KVQuant,
+    LowRank,
     MiKV,
     MiniCache,
     RotateKV,
@@ -31,7 +32,7 @@ from kvpolicy import (
 )
 from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.codecs.zipcache import ZipCacheStage
-from kvpolicy.protocols import Stage
+from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, flags
 from tests.sampling import each_once, product
@@ -62,6 +63,12 @@ def kvquant(**fields: Any) -> Callable[[Path, int], KVQuant]:
 
 def oscar(**fields: Any) -> Callable[[Path, int], OSCAR]:
     return lambda folder, dim: OSCAR(calibration=stages.oscar_files(folder, dim), **fields)
+
+
+def lowrank(**fields: Any) -> Callable[[Path, int], LowRank]:
+    return lambda folder, dim: LowRank(
+        calibration=stages.lowrank_files(folder, dim), rank=min(5, dim), value_rank=3, **fields
+    )
 
 
 NORM = ("channel_scale", "channel_zero")
@@ -96,24 +103,17 @@ KINDS: dict[str, Kind] = {
     "gear-kcvt": Kind(GEAR(group_size=8, backbone="kcvt", rank=3, sparse=0.3), group_size=8),
     **{f"kivi-{bits}": Kind(KIVI(bits=bits, group_size=4), group_size=4, compiles=bits == 4) for bits in (2, 4, 8)},
     "kivi-8-2": Kind(KIVI(key_bits=8, value_bits=2, group_size=4), group_size=4, compiles=True),
+    "lowrank": Kind(lowrank(), ()),
+    "lowrank-tokenwise": Kind(lowrank(base=TokenWise(bits=8))),
+    "lowrank-kivi": Kind(lowrank(base=KIVI(bits=8, group_size=4)), group_size=4),
     "think-plain": Kind(ThinK(), ("channels",), compiles=True),
     "think-kivi": Kind(ThinK(base=KIVI(bits=4, group_size=4)), ("channels",), 4, compiles=True),
     "think-kivi-4-2": Kind(ThinK(base=KIVI(key_bits=4, value_bits=2, group_size=4)), ("channels",), 4),
     **{f"think-{name}": Kind(ThinK(base=base), ("channels",)) for name, base in BASES.items()},
 }
 ONE_OF_EACH = [
-    *("tokenwise-4", "bfp-4", "rotate-3", "turboquant-4", "mikv-3"),
-    *(
-        "zipcache-3",
-        "kvquant-3",
-        "kivi-4",
-        "gear-plain",
-        "kvarn-3-4",
-        "oscar-2",
-        "think-plain",
-        "tokenwise-8-2",
-        "kivi-8-2",
-    ),
+    *("tokenwise-4", "bfp-4", "rotate-3", "turboquant-4", "mikv-3", "zipcache-3", "kvquant-3", "kivi-4"),
+    *("gear-plain", "kvarn-3-4", "oscar-2", "think-plain", "tokenwise-8-2", "kivi-8-2", "lowrank"),
 ]
 
 
@@ -131,18 +131,19 @@ def made(tmp_path: Path) -> Callable[[str, int], Stage]:
 Made = Callable[[str, int], Stage]
 
 
-@product("name,dim", [*KINDS], DIMS, sample=each_once([*KINDS], DIMS))
+FILLS_NO_BYTE = [(name, 5) for name in ("tokenwise-3", "bfp-4", "rotate-4", "mikv-3", "zipcache-8")]
+
+
+def fits(row: tuple[str, int]) -> bool:
+    return row[1] != 5 or row in FILLS_NO_BYTE
+
+
+@product("name,dim", [*KINDS], [*DIMS, 5], sample=[*each_once([*KINDS], DIMS), *FILLS_NO_BYTE], allowed=fits)
 def test_rows_and_ways_to_read(name: str, dim: int, made: Made) -> None:
     stage = made(name, dim)
     size = KINDS[name].group_size
     stages.check_ways_to_read(stage, 2 * max(size, 4), dim, size)
     stages.check_rows(stage, 2 * max(size, 4), dim)
-
-
-@pytest.mark.parametrize("name", ["tokenwise-3", "bfp-4", "rotate-4", "mikv-3", "zipcache-8"])
-def test_heads_whose_channels_fill_no_byte(name: str, made: Made) -> None:
-    stages.check_ways_to_read(made(name, 5), 6, 5)
-    stages.check_rows(made(name, 5), 6, 5)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -155,9 +156,21 @@ def test_slots_are_taken_again(name: str, made: Made) -> None:
         stages.check_overwrite(stage, SLOTS, 16, fixed)
 
 
-@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if KINDS[name].group_size == 1])
-def test_longer_than_a_chunk(name: str, made: Made) -> None:
-    stages.check_ways_to_read(made(name, 8), 2100, 8)
+EQUAL = {
+    **{f"tokenwise-{bits}": "keys and values" for bits in (2, 3, 4, 8)},
+    **{name: "keys and values" for name in KINDS if name.startswith(("kivi", "gear"))},
+    **{name: "values" for name in KINDS if name.startswith(("turboquant", "kvquant"))},
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_numbers_are_exact(name: str, made: Made) -> None:
+    stage = made(name, 16)
+    store = empty(stage, SLOTS, 16)
+    x = torch.full((B, H, SLOTS, 16), -3.25)
+    stage.write(store, x, x, at(range(SLOTS)), flags([True] * SLOTS), flags([False] * SLOTS))
+    keys, values = stages.read(stage, store, SLOTS)
+    assert torch.equal(values, x) and (EQUAL[name] == "values" or torch.equal(keys, x))
 
 
 @pytest.mark.parametrize("name", ["tokenwise-4", "bfp-4", "think-plain", "think-tokenwise", "think-kivi"])
@@ -214,6 +227,7 @@ REFUSED: dict[Any, list[dict[str, Any]]] = {
     CSR: [
         *({"nnz": 0}, {"nnz": 7}, {"value_chunks": 3}, {"prompt_atoms": -1}, {"outlier_atoms": -1}, {"solver": "ista"}),
         *({"coef": "fp4"}, {"index": "int8"}, {"key_space": "both"}, *SIZES),
+        {"read_top_k": 5, "key_space": "rotated"},
     ],
     GEAR: [
         *({"bits": 3}, {"group_size": 1}, {"rank": -1}, {"rank": 9, "group_size": 8}, {"sparse": 1.0}),
@@ -239,3 +253,31 @@ def test_it_refuses(codec: Any) -> None:
         name = f"{codec.__name__}.{next(iter(fields))}"
         with pytest.raises(ValueError, match=rf"^{name} must be .*, got .*; try .*\.$"):
             codec(**fields)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dim", "message"),
+    [
+        (BFP(), 2**15 + 1, "at most 32768 for BFP, got 32769; try KIVI"),
+        (GEAR(rank=9), 8, r"GEAR\.rank must be at most the head dimension, 8, got 9"),
+        (KIVI(bits=2), 10, r"multiple of 4 for KIVI\.bits=2, got 10; try bits=8"),
+        (KIVI(key_bits=8), 6, r"multiple of 4 for KIVI\.bits=2, got 6"),
+        (Staircase(), 10, "head dimension must be a multiple of 4 for Staircase, got 10"),
+        (ThinK(), 512, r"The head dimension must be at most 256 for ThinK, got 512"),
+        (ThinK(base=KIVI(bits=4)), 7, r"must be a multiple of 2 for KIVI\.bits=4, got 7"),
+        (TurboQuant(), 5, "got 5; try MiKV"),
+        (TurboQuant(bits=3), 100, r"multiple of 8 for TurboQuant\.bits=3, got 100; try bits=4"),
+        (TurboQuant(value_bits=3), 4, r"multiple of 8 for TurboQuant\.value_bits=3, got 4; try value_bits=4"),
+    ],
+    ids=str,
+)
+def test_it_refuses_head_dimensions(codec: Codec, dim: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        codec.check(ModelInfo(1, 1, dim))
+    codec.check(ModelInfo(1, 1, 96))
+
+
+def test_a_share_is_not_one_token_more() -> None:
+    """0.07 * 100 is a little more than 7."""
+    assert ZipCache(high=0.07).layout(100).coded == (7, 93)
+    assert MiKV(high=0.07, residual_length=32, block_size=32).layout(100).exact == 32 + 32 + 7

@@ -99,16 +99,36 @@ def view(
     return found
 
 
-def sizes(coded: CodedColumns) -> list[int]:
-    return [columns.size for columns in coded]
+class Reads:
+    """Queries and weights for a layer, and the largest numbers of its scores and values."""
 
+    def __init__(self, coded: CodedColumns, dtype: torch.dtype = torch.float32) -> None:
+        self.coded = coded
+        generator = torch.Generator().manual_seed(1)
+        pairs = coded.read(torch.float32)
+        keys, _ = pairs[0]
+        self.queries = torch.randn(2, 3, 2, keys.shape[3], generator=generator).to(keys.device, dtype)
+        sizes = [columns.size for columns in coded]
+        self.weights = [torch.randn(2, 3, 2, size, generator=generator).softmax(-1) for size in sizes]
+        self.weights = [own.to(keys.device, dtype) for own in self.weights]
+        self.tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        self.largest = [float(own.abs().max()) for own in self.scores(self.queries)]
+        self.largest += [float(values.abs().max()) for _, values in pairs]
 
-def score(coded: CodedColumns, queries: Tensor) -> list[Tensor]:
-    return [columns.score(queries) for columns in coded]
+    def scores(self, queries: Tensor) -> list[Tensor]:
+        return [columns.score(queries) for columns in self.coded]
 
+    def __call__(self, queries: Tensor | None = None, weights: list[Tensor] | None = None) -> list[Tensor]:
+        """Scores of all queries, and sums of values."""
+        queries = self.queries if queries is None else queries
+        weights = self.weights if weights is None else weights
+        sums = [columns.mix(own) for columns, own in zip(self.coded, weights, strict=True)]
+        return [*self.scores(queries), *sums]
 
-def mix(coded: CodedColumns, weights: list[Tensor]) -> list[Tensor]:
-    return [columns.mix(own) for columns, own in zip(coded, weights, strict=True)]
+    def check(self, found: list[Tensor], wanted: list[Tensor]) -> None:
+        for got, want, most in zip(found, wanted, self.largest, strict=True):
+            assert got.dtype == torch.float32 and got.shape == want.shape
+            torch.testing.assert_close(got, want, rtol=0, atol=most * self.tolerance)
 
 
 FORMS = [(16, torch.float32), (80, torch.bfloat16)], [(80, torch.float32), (16, torch.bfloat16)]
@@ -119,20 +139,11 @@ TAKEN = [(codec, *form) for number, codec in enumerate(CODECS) for form in FORMS
 def test_fused_reads_are_those_of_decoding(
     codec: str, dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coded = view(codec, dim, tmp_path, dtype)
-    queries = torch.randn(2, 3, 2, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weights = [torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(2)) for size in sizes(coded)]
-    weights = [each.softmax(-1).to(dtype) for each in weights]
-    wanted = [*score(coded, queries), *mix(coded, weights)]
-    largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
-    largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
+    reads = Reads(view(codec, dim, tmp_path, dtype), dtype)
+    wanted = reads()
     called = call_directly(monkeypatch)
-    found = [*score(coded, queries), *mix(coded, weights)]
+    reads.check(reads(), wanted)
     assert len(called) == CODECS[codec]
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for got, want, most in zip(found, wanted, largest, strict=True):
-        assert got.dtype == torch.float32 and got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
 
 
 def write_twice(codec: SingleStage, mask: Tensor, slots: Tensor) -> Codes:
@@ -202,15 +213,11 @@ def test_inductor_makes_the_same_codes(spec: str) -> None:
 @product("codec", ["kivi:bits=4", "tokenwise:bits=4"], sample=[("tokenwise:bits=4",)])
 def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_failures", [])
-    coded = view(codec, 128, tmp_path, tokens=compiled.MIN_SLOTS + 200)
-    queries = torch.randn(2, 3, 2, 128, generator=torch.Generator().manual_seed(1))
-    weights = [torch.randn(2, 3, 2, sum(sizes(coded)), generator=torch.Generator().manual_seed(2)).softmax(-1)]
+    reads = Reads(view(codec, 128, tmp_path, tokens=compiled.MIN_SLOTS + 200))
     with compiled.switched(True):
-        found = score(coded, queries)[0], mix(coded, weights)[0]
-    wanted = score(coded, queries)[0], mix(coded, weights)[0]
-    (decoded,) = coded.read(torch.float32)
-    for got, want, largest in zip(found, wanted, (wanted[0].abs().max(), decoded[1].abs().max()), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(largest))
+        found = reads()
+    wanted = reads()
+    reads.check(found, wanted)
     assert not torch.equal(found[0], wanted[0]), "they are summed in another order"
 
 
@@ -222,13 +229,9 @@ TRACED = [("kivi:bits=4",), ("kvquant",)]
 def test_a_compiled_step_reads_as_an_eager_one(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, or called as one operation that compiles its own code."""
     compile_all(monkeypatch)
-    coded = view(codec, 16, tmp_path)
-    queries = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(1))
-    weights = [torch.randn(2, 3, 2, sum(sizes(coded)), generator=torch.Generator().manual_seed(2)).softmax(-1)]
-    wanted = [*score(coded, queries), *mix(coded, weights)]
-    step = torch.compile(lambda q, w: [*score(coded, q), *mix(coded, w)], backend="aot_eager", fullgraph=True)
-    for got, want in zip(step(queries, weights), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * max(1, float(want.abs().max())))
+    reads = Reads(view(codec, 16, tmp_path))
+    step = torch.compile(reads, backend="aot_eager", fullgraph=True)
+    reads.check(step(reads.queries, reads.weights), reads())
 
 
 @pytest.mark.gpu
@@ -239,18 +242,10 @@ def test_a_gpu_reads_codes_as_decoding_does(
     codec: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_is_on", False)
-    coded = view(codec, 64, tmp_path, dtype, device="cuda")
-    generator = torch.Generator().manual_seed(1)
-    queries = torch.randn(2, 3, 2, 64, generator=generator).to("cuda", dtype)
-    weights = [torch.randn(2, 3, 2, size, generator=generator).softmax(-1).to("cuda", dtype) for size in sizes(coded)]
-    wanted = [*score(coded, queries), *mix(coded, weights)]
-    largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
-    largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
+    reads = Reads(view(codec, 64, tmp_path, dtype, device="cuda"), dtype)
+    wanted = reads()
     compile_all(monkeypatch, "inductor")
-    found = [*score(coded, queries), *mix(coded, weights)]
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for got, want, most in zip(found, wanted, largest, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
+    reads.check(reads(), wanted)
     assert not compiled._failures
 
 

@@ -192,16 +192,6 @@ def test_bits_of_a_number() -> None:
     assert (more - few) * 8 / 1000 / 256 == 2.25
 
 
-def test_specs() -> None:
-    for spec in (
-        "oscar",
-        "oscar:bits=4",
-        "snapkv+oscar:key_bits=4:calibration=tiny-4k@0.5",
-        "oscar:key_clip=1.0:sinks=0",
-    ):
-        assert str(Policy.parse(spec)) == spec
-
-
 @pytest.mark.parametrize("model", ["tiny", "tiny-4k"])
 def test_the_embedded_models_have_a_calibration(model: Any) -> None:
     net, _ = kvpolicy.tiny(name=model)

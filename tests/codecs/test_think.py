@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import kvpolicy
-from kvpolicy import BFP, CSR, KIVI, Plain, Policy, PolicyCache, RotateKV, ThinK, TokenWise, TurboQuant
-from kvpolicy.distortion import distortion
-from kvpolicy.engine.state import tensors
+from kvpolicy import BFP, CSR, KIVI, Plain, Policy, RotateKV, ThinK, TokenWise, TurboQuant
 from kvpolicy.protocols import ModelInfo, StageStore
 from kvpolicy.statistics.channel_sums import QuerySquares
 from kvpolicy.text.errors import KVPolicyError, KVPolicyTypeError
-from tests.codecs.stages import B, H, at, draw, empty, flags
-from tests.conformance.models import build
 from tests.reference.codecs.think import channels
 
-C = 12
 D = 16
 BASES = [TokenWise(bits=4), KIVI(bits=4, group_size=4), TurboQuant(), BFP()]
 
@@ -51,7 +44,6 @@ def test_the_channels_of_the_largest_products_are_kept() -> None:
     store = squares(ThinK(ratio=0.5), keys, query_square)
     assert store.codes.channels.tolist() == [[[[1, 3]]]]
     assert ThinK(ratio=0.5).keys(store, slice(0, 2)).tolist() == [[[[0, 3, 0, 4], [0, -3, 0, -4]]]]
-    assert torch.equal(ThinK(ratio=0.5).values(store, slice(0, 2)), keys)
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
@@ -89,26 +81,6 @@ def test_how_many_channels_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "nbytes"),
-    [(ThinK(), 2 * 77 + 2 * 128), (ThinK(base=TokenWise()), 40 + 4 + 64 + 4), (ThinK(base=KIVI(bits=4)), 130)],
-    ids=str,
-)
-def test_bytes_are_known_without_memory(codec: Any, nbytes: int) -> None:
-    few, more = ([*tensors(codec.alloc(2, 8, slots, 128, "meta"))] for slots in (1024, 2048))
-    assert all(part.device.type == "meta" for part in few)
-    assert sum(t.nbytes for t in more) - sum(t.nbytes for t in few) == 2 * 8 * 1024 * nbytes
-
-
-def test_the_error_of_scores_is_small_where_channels_are() -> None:
-    """Keys in four large channels of ten: the six that are left out are 1 % of the squares."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, 400, 10, generator=generator) * torch.tensor([0.1] * 4 + [1.0] * 6)
-    result = distortion(ThinK(), x, x)
-    assert result.keys < 0.01 and result.values < 1e-6
-    assert distortion(ThinK(ratio=0.7), x, x).keys > 0.3
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"ratio": 1.0}, r"ThinK\.ratio must be less than 1, got 1\.0; try 0\.4"),
@@ -130,48 +102,7 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
 def test_what_no_model_can_have() -> None:
     with pytest.raises(KVPolicyTypeError, match=r"ThinK\.base must be a codec, got 4"):
         ThinK(base=4)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(KVPolicyError, match=r"The head dimension must be at most 256 for ThinK, got 512"):
-        ThinK().check(ModelInfo(1, 1, 512))
-    with pytest.raises(KVPolicyError, match=r"must be a multiple of 2 for KIVI\.bits=4, got 7"):
-        ThinK(base=KIVI(bits=4)).check(ModelInfo(1, 1, 7))
     for base in (Plain(), *BASES):
         ThinK(base=base).check(ModelInfo(1, 1, 128))
     with pytest.raises(KVPolicyError, match=r"The codec must encode every token by itself to be combined with adakv"):
         Policy.parse("uniform/adakv+snapkv+think@0.2")
-
-
-def test_specs() -> None:
-    for spec in ("snapkv+think@0.2", "think", "snapkv+think/kivi:bits=4@0.2", "think:ratio=0.5/tokenwise:bits=2"):
-        assert str(Policy.parse(spec)) == spec
-        assert Policy.parse(spec) == eval(repr(Policy.parse(spec)), vars(kvpolicy) | {"Policy": Policy})
-    assert Policy.parse("think/plain") == Policy.parse("full+think@1.0") == Policy(codec=ThinK())
-    assert Policy.parse("think/kivi:bits=4").codec == ThinK(base=KIVI(bits=4))
-    with pytest.raises(KVPolicyError, match="'think' must wrap a codec, got the selector 'h2o'"):
-        Policy.parse("think/h2o")
-
-
-@pytest.mark.parametrize(
-    "spec", ["snapkv+think@0.5", "snapkv+think/tokenwise@0.5", "snapkv+think/kivi:group_size=4@0.5"]
-)
-def test_a_model_holds_what_the_plan_says_and_a_file_keeps_it(spec: str, tmp_path: Path) -> None:
-    model = build("llama", layers=2)
-    ids = torch.randint(3, 20, (1, 60), generator=torch.Generator().manual_seed(1))
-    with kvpolicy.attach(model, spec), torch.inference_mode():
-        cache = PolicyCache(model, prompt=60, new=12)
-        model(ids, cache=cache)
-        assert cache.plan is not None and cache.plan.nbytes == cache.nbytes
-        cache.save(tmp_path / "one.safetensors")
-        again = PolicyCache.load(model, tmp_path / "one.safetensors")
-        for step in range(8):
-            one, other = (model(ids[:, step : step + 1], cache=c).logits for c in (cache, again))
-            assert torch.equal(one, other)
-
-
-def test_empty_writes_change_nothing() -> None:
-    store = empty(ThinK(), C, D)
-    nothing = torch.zeros(B, H, 0, D)
-    ThinK().write(store, nothing, nothing, at([]), flags([]), flags([False] * C))
-    assert not any(t.any() for t in tensors(store.codes))
-    keys, values = draw(2, D)
-    none = StageStore(ThinK().alloc(B, H, 0, D, "cpu"), statistics=store.statistics)
-    ThinK().write(none, keys, values, at([0, 1]), flags([True, True]), flags([]))

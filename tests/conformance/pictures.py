@@ -28,31 +28,11 @@ _TEXT: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
 }
 _VISION: dict[str, Any] = {"depth": 1, "patch_size": 4, "temporal_patch_size": 2, "in_channels": 3}
+_SIZES: dict[str, Any] = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "fullatt_block_indexes": [0],
-        },
-    ),
-    "glm4v": (
-        "Glm4v",
-        {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "image_size": 4 * SIDE},
-    ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        {
-            "hidden_size": 32,
-            "out_hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "deepstack_visual_indexes": [],
-        },
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", _SIZES | {"fullatt_block_indexes": [0]}),
+    "glm4v": ("Glm4v", _SIZES | {"image_size": 4 * SIDE}),
+    "qwen3_vl": ("Qwen3VL", _SIZES | {"deepstack_visual_indexes": []}),
 }
 NAMES = [*_MODELS]
 

@@ -9,8 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from kvpolicy import Policy
-from kvpolicy.allocators.uniform import Uniform
+from kvpolicy import Policy, Uniform
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.fakes import Fake, Roll, apply, undo
 from tests.conformance.policies import SELECTORS, WHOLE_HEADS, words

@@ -47,14 +47,7 @@ POLICIES = [
 
 
 class Outcome(NamedTuple):
-    """What a conversation leaves.
-
-    Attributes:
-        logits: Of the tokens that are not padding.
-        positions: Of each layer's heads, in order.
-        nbytes: Bytes of the cache.
-        digest: Digest of its mask.
-    """
+    """What a conversation leaves: logits of tokens that are not padding, positions of each layer's heads, in order."""
 
     logits: Tensor
     positions: list[Tensor]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,19 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy import BFP, LowRank, Plain, RotateKV, ThinK, TokenWise, TurboQuant
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.csr.csr import CSR, CSRDictionaries
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
-from kvpolicy.codecs.lowrank.lowrank import LowRank
 from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.codecs.oscar import OSCAR, OSCARRotations
-from kvpolicy.codecs.plain import Plain
-from kvpolicy.codecs.rotate import RotateKV
 from kvpolicy.codecs.rotation import mix
-from kvpolicy.codecs.think import ThinK
-from kvpolicy.codecs.tokenwise import TokenWise
-from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
 from kvpolicy.protocols import Codec, Stage, StageStore
 from kvpolicy.registry import lookup, name_of, names
@@ -161,16 +154,12 @@ def zipcache_case(**config: Any) -> Case:
     return Case(ZipCacheStage(**config), lambda dim, b, h: zipcache.Head(slow, dim), plain_store)
 
 
-class ThinKHead:
-    """The reference of a head of ThinK, which writes tokens with their slots, as one that codes one at a time."""
+class CoderHead:
+    """The reference of a head that writes tokens with their slots, as one that codes one at a time."""
 
-    def __init__(self, codec: ThinK, query_square: Tensor) -> None:
-        base = {"name": name_of(type(codec.base)), **dataclasses.asdict(codec.base)}  # pyright: ignore
-        sizes = {"residual_length": 0, "block_size": 1}
-        slow = make("think", {"ratio": codec.ratio, "window": codec.window, **sizes, "base": base})
-        assert slow is not None
-        self.coder = slow.coder(0, 0, 0)
-        self.given = Given(query_square=query_square)
+    def __init__(self, coder: Coder, given: Given) -> None:
+        self.coder = coder
+        self.given = given
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         self.coder.write([*range(len(keys))], [*zip(keys, values, strict=True)], [False], self.given)
@@ -191,24 +180,14 @@ def think_case(**config: Any) -> Case:
     def store(stage: Stage, dim: int) -> StageStore:
         return plain_store(stage, dim)._replace(statistics={QuerySquares: query_square(dim)})
 
-    return Case(codec, lambda dim, b, h: ThinKHead(codec, query_square(dim)[b, h]), store)
+    def head(dim: int, b: int, h: int) -> CoderHead:
+        base = {"name": name_of(type(codec.base)), **dataclasses.asdict(codec.base)}  # pyright: ignore
+        sizes = {"residual_length": 0, "block_size": 1}
+        slow = make("think", {"ratio": codec.ratio, "window": codec.window, **sizes, "base": base})
+        assert slow is not None
+        return CoderHead(slow.coder(0, 0, 0), Given(query_square=query_square(dim)[b, h]))
 
-
-class LowRankHead:
-    """The reference of a head of LowRank, which writes tokens with their slots, as one that codes one at a time."""
-
-    def __init__(self, coder: Coder) -> None:
-        self.coder = coder
-
-    @property
-    def margin(self) -> float:
-        return getattr(self.coder, "margin", math.inf)
-
-    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        self.coder.write([*range(len(keys))], [*zip(keys, values, strict=True)], [False], Given())
-
-    def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]:
-        return None, *self.coder.write([0], [(key, value)], [True], Given())[0]
+    return Case(codec, head, store)
 
 
 def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
@@ -232,7 +211,7 @@ def lowrank_case(base: Codec | None = None, **config: Any) -> Case:
         given = {"basis": stage.basis, "key_space": "rotated", **sizes, "base": inner}
         slow = make("lowrank", {**given, "rank": stage.rank, "value_rank": stage.value_rank}, lambda _: books(dim, h))
         assert slow is not None
-        return LowRankHead(slow.coder(0, 0, 0))
+        return CoderHead(slow.coder(0, 0, 0), Given())
 
     def store(_: Stage, dim: int) -> StageStore:
         each = [books(dim, h) for h in range(H)]

@@ -38,7 +38,7 @@ SHARDED = [*itertools.product(MODELS, BACKENDS)]
 def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
     """Run a padded batch, and decode given tokens, so that a single difference does not cause others."""
     draw = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, model.config.vocab_size, (2, PROMPT + STEPS), generator=draw)
+    tokens = torch.randint(3, model.config.vocab_size, (2, PROMPT + STEPS), generator=draw).to(model.device)
     mask = torch.ones_like(tokens)
     mask[1, : PROMPT // 2] = 0
     found: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ def _compare(
     import kvpolicy_deepspeed
 
     model = kvpolicy_deepspeed.load(folder, backend=backend, dtype=dtype)  # pyright: ignore[reportArgumentType]
-    alone = make(name).to(getattr(torch, dtype))
+    alone = make(name).to(model.device, getattr(torch, dtype))
     found = dict[str, tuple[float, float, float]]()
     for policy in policies:
         one, logits = _play(alone, policy)
@@ -145,6 +145,16 @@ def _check_half_precision(results: Any) -> None:
 def test_half_precision_keeps_nearly_the_same(backend: str, begin: int, tmp_path: Path) -> None:
     """In bf16, ranks differ from one rank by rounding alone."""
     _check_half_precision(_run("llama", tmp_path, backend, "bfloat16", SOME[begin::4]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_on_one_gpu_keep_nearly_the_same(tmp_path: Path) -> None:
+    """Products are in another order than on one rank."""
+    policies = ["squeeze+kvcrush@0.5", "tova@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"]
+    for found in _run("llama", tmp_path, "deepspeed", "float32", ["full", *policies]):
+        assert found.pop("full")[2] < 1e-4
+        assert all(positions > 0.95 for positions, _, _ in found.values()), found
 
 
 def _generate(rank: int, world: int, name: str, folder: str, backend: str) -> list[str]:

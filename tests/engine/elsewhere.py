@@ -39,10 +39,6 @@ class Remote(Tensor):
         made.numbers = numbers
         return made
 
-    def __repr__(self, **_: Any) -> str:
-        """The numbers."""
-        return f"Remote({self.numbers})"
-
     def tolist(self) -> Any:
         """The numbers as a list, which PyTorch refuses of subclasses."""
         return self.numbers.tolist()

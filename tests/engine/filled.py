@@ -58,3 +58,9 @@ def prompted(model: Any, ids: Tensor, mask: Tensor, stop: int, policy: Policy | 
 def steps(model: Any, ids: Tensor, mask: Tensor, start: int, stop: int, cache: Any) -> Tensor:
     """Logits of some columns of a batch, which are fed one by one."""
     return torch.cat([forward(model, ids, mask, column, column + 1, cache) for column in range(start, stop)], 1)
+
+
+def row_of(ids: Tensor, mask: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """One row of a batch, without the padding before it."""
+    own = slice(int(mask[row].argmax()), None)
+    return ids[row : row + 1, own], mask[row : row + 1, own]

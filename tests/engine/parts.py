@@ -18,36 +18,9 @@ from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.protocols import ALL_HEADS, SMALLEST_HEAD, DecodeMode, HeadShape, StageStore, State, View
-from kvpolicy.selectors.blocks import BlockAttention, OpenTokens
-from kvpolicy.selectors.probe import ProbeQueries
-from kvpolicy.selectors.scissorhands import BelowMean
 from kvpolicy.statistics import Results
-from kvpolicy.statistics.attention_sum import AttentionSum
-from kvpolicy.statistics.channel_sums import ChannelSums, LargestQueries
-from kvpolicy.statistics.query_moments import Moments
-from kvpolicy.statistics.recent_queries import RecentQueries
 from kvpolicy.statistics.statistic import Context, Statistic
 from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform, newest_columns, take_queries, token_positions
-
-
-def gathered(**found: Any) -> tuple[Statistic[Any], ...]:
-    """Statistics of a prompt by the names of what they hold."""
-    kinds: dict[str, Callable[[Any], Statistic[Any]]] = {
-        "attn_sum": AttentionSum,
-        "window": lambda window: RecentQueries(window.at.shape[1], window),
-        "probes": lambda window: ProbeQueries(0.1, 0.1, 0, window),
-        "below_mean": lambda window: BelowMean(window.at.shape[1], window),
-        "moments": lambda moments: Moments(0, moments),
-        "blocks": lambda sums: BlockAttention(1, sums=sums, open=_no_tokens(sums)),
-        "query_absmax": LargestQueries,
-        "sums": ChannelSums,
-    }
-    return tuple(kinds[name](value) for name, value in found.items())
-
-
-def _no_tokens(sums: Tensor) -> OpenTokens:
-    none = sums.new_zeros(sums.shape[0], 0, dtype=torch.int64)
-    return OpenTokens(sums.new_zeros(*sums.shape[:2], 0, 1), sums.new_zeros(*sums.shape[:2], 0, 1), none, none)
 
 
 def slots_of(store: LayerStore) -> SlotGeometry:
@@ -56,8 +29,16 @@ def slots_of(store: LayerStore) -> SlotGeometry:
     return store.slots
 
 
+PLAIN = Plain()
+
+
 def prompted_store(
-    selector: Any, drawn: tuple[Tensor, Tensor, Tensor], budget: int, expected: int | None = None, decode: Any = "evict"
+    selector: Any,
+    drawn: tuple[Tensor, Tensor, Tensor],
+    budget: int,
+    expected: int | None = None,
+    decode: Any = "evict",
+    codec: Any = PLAIN,
 ) -> LayerStore:
     """A layer that holds a prompt, of one row, under a selector.
 
@@ -67,9 +48,10 @@ def prompted_store(
         budget: How many tokens it may hold.
         expected: How many tokens it has slots for; as many by default.
         decode: What steps do.
+        codec: The codec.
     """
     q, k, v = drawn
-    store = LayerStore(LayerSpec(0, selector, Plain(), decode))
+    store = LayerStore(LayerSpec(0, selector, codec, decode))
     store.initialize(k)
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
     keep = torch.tensor([budget])

@@ -1,22 +1,28 @@
 """What a cache was told of a text, and what it measured, through edits, turns and selected rows.
 
-Budgets of a growing cache tell what it expects: a share of the prompt so far, and room up to the announced end.
+Budgets of a growing cache tell what it expects: a share of the prompt so far, and room up to the announced end. At the
+end stand forwards that are added whole, beyond the budget, since `PolicyCache.hold_next` announced them.
 """
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, KVPolicyWarning, PolicyCache
+from kvpolicy import KVPolicyError, KVPolicyWarning, Policy, PolicyCache
+from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.hf.budgets import BEYOND_BUDGET
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
-from tests.conformance.play import forward, make_batch
-from tests.engine.filled import attached, prompted
+from tests.conformance.play import forward, make_batch, talk
+from tests.engine.filled import attached, prompted, row_of, steps
 from tests.sampling import each_once, product, star
 
 GROWING = "h2o:decode=grow@0.5"
@@ -42,10 +48,8 @@ def test_a_shift_moves_the_announced_end(by: int) -> None:
 
 def test_a_shift_counts_in_the_trained_length() -> None:
     """Tokens that are moved behind the last trained position are remarked on at the next one."""
-    model = build("llama", layers=2)
-    limit = model.config.max_position_embeddings
-    ids, mask = make_batch([20], [20])
-    with kvpolicy.attach(model, "window@0.5"):
+    with attached("window@0.5", [20], [20], layers=2) as (model, ids, mask):
+        limit = model.config.max_position_embeddings
         cache = prompted(model, ids, mask, 20)
         cache.shift(10, limit - 20)
         assert cache.get_seq_length() == limit
@@ -77,10 +81,9 @@ def test_what_was_measured_of_selected_rows() -> None:
 
 
 def test_a_later_turn_does_not_move_the_announced_end() -> None:
-    with attached(GROWING, [20], [20, 1, 1, 4], layers=2) as (model, ids, mask):
+    with attached(GROWING, [20], turns := [20, 1, 1, 4], layers=2) as (model, ids, mask):
         cache = PolicyCache(model, new=8)
-        for start, stop in ((0, 20), (20, 21), (21, 22), (22, 26)):
-            forward(model, ids, mask, start, stop, cache)
+        talk(model, ids, mask, turns, cache)
         assert budget(cache) == [13 + 2]
 
 
@@ -91,40 +94,35 @@ def test_a_text_that_is_longer_than_announced(policy: str, wanted: int) -> None:
         cache = prompted(model, ids, mask, 20, new=2)
         forward(model, ids, mask, 20, 30, cache)
         budgets = [int(layer.budget) for layer in cache.policy_layers]
-        assert sum(budgets) == 2 * wanted and all(
-            layer.store.contents.capacity >= most for layer, most in zip(cache.policy_layers, budgets, strict=True)
-        )
+        assert sum(budgets) == 2 * wanted
+        assert all(layer.store.contents.capacity >= int(layer.budget) for layer in cache.policy_layers)
         assert policy != "pyramid+window@0.9" or max(budgets) == 30
 
 
-@pytest.mark.parametrize("rows", [None, [1], [1, 0, 1]])
-def test_massive_tokens_of_a_prompt_that_waits_in_chunks(rows: list[int] | None) -> None:
+@pytest.mark.parametrize("rows", [[0, 1], [1], [1, 0, 1]])
+def test_massive_tokens_of_a_prompt_that_waits_in_chunks(rows: list[int]) -> None:
     """A row's are found in its first chunk; later chunks have none, and selected rows have their own."""
     with attached("kvzip:chunk=9:sinks=2+rotate@0.7", [20, 12], [20], layers=2) as (model, ids, mask):
         cache = prompted(model, ids, mask, 11, prompt=[20, 12])
         flags = [layer.massive for layer in cache.policy_layers]
         assert all(some is not None and some.shape == (2, 11) and bool(some.any(1).all()) for some in flags)
-        picked = [0, 1] if rows is None else rows
-        if rows is not None:
+        if rows != [0, 1]:
             cache.batch_select_indices(torch.tensor(rows))
-        forward(model, ids[picked], mask[picked], 11, 17, cache)
+        forward(model, ids[rows], mask[rows], 11, 17, cache)
         for layer, some in zip(cache.policy_layers, flags, strict=True):
             assert some is not None and layer.massive is not None
-            assert torch.equal(layer.massive, torch.nn.functional.pad(some[picked], (0, 6)))
-        forward(model, ids[picked], mask[picked], 17, 20, cache)
+            assert torch.equal(layer.massive, torch.nn.functional.pad(some[rows], (0, 6)))
+        forward(model, ids[rows], mask[rows], 17, 20, cache)
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
 
 
 def test_massive_tokens_of_a_row_beside_one_that_begins_later() -> None:
     """When another row begins, only that one is looked at, so that the first has the pins that it has alone."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([20, 8], [20])
     found: list[list[torch.Tensor]] = []
-    with kvpolicy.attach(model, "kvzip:chunk=9:sinks=2+rotate@0.7"):
+    with attached("kvzip:chunk=9:sinks=2+rotate@0.7", [20, 8], [20], layers=2) as (model, ids, mask):
         for rows in (2, 1):
-            cache = PolicyCache(model, prompt=[20, 8][:rows])
-            for start, stop in ((0, 12), (12, 20)):
-                forward(model, ids[:rows], mask[:rows], start, stop, cache)
+            cache = prompted(model, ids[:rows], mask[:rows], 12, prompt=[20, 8][:rows])
+            forward(model, ids[:rows], mask[:rows], 12, 20, cache)
             limits = [layer.store.tensors.limits for layer in cache.policy_layers]
             found.append([limit.pins[0] for limit in limits if limit is not None])
     assert len(found[0]) == 2 and all(torch.equal(*pair) for pair in zip(*found, strict=True))
@@ -180,27 +178,22 @@ def test_what_attention_changes_is_measured_in_full_precision() -> None:
     model = build("gemma2", torch.bfloat16)
     ids, mask = make_batch([26], [26])
     streams: dict[int, list[torch.Tensor]] = {}
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda _, args, at=at: streams.setdefault(at, []).append(args[0][0].double()),
-        )
-        for at, block in enumerate(model.model.layers)
-        for part in (block, block.pre_feedforward_layernorm)
-    ]
-    with kvpolicy.attach(model, "squeeze+window@0.5"):
-        cache = prompted(model, ids, mask, 26)
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for at, block in enumerate(model.model.layers):
+            note = lambda _, args, at=at: streams.setdefault(at, []).append(args[0][0].double())  # noqa: E731
+            for part in (block, block.pre_feedforward_layernorm):
+                hooks.enter_context(part.register_forward_pre_hook(note))
+        with kvpolicy.attach(model, "squeeze+window@0.5"):
+            cache = prompted(model, ids, mask, 26)
     wanted = [torch.cosine_similarity(*streams[layer.layer_idx], dim=-1).mean() for layer in cache.policy_layers]
     torch.testing.assert_close(cache.cosines()[0].double(), torch.stack(wanted), atol=1e-6, rtol=0)
 
 
 def test_generate_announces_all_new_tokens() -> None:
-    model = build("llama", layers=2)
-    ids, mask = make_batch([12, 7], [12])
-    with torch.no_grad(), kvpolicy.attach(model, GROWING) as handle:
-        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        assert handle.cache is not None and handle.cache.new == 6 and budget(handle.cache) == [6 + 6, 3 + 6]
+    with attached(GROWING, [12, 7], [12], layers=2) as (model, ids, mask):
+        cache = PolicyCache(model)
+        model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert cache.new == 6 and budget(cache) == [6 + 6, 3 + 6]
 
 
 STEPS = 16
@@ -217,49 +210,33 @@ POLICIES = [
 
 def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[PolicyCache, torch.Tensor]:
     """A prompt and more steps than the cache was told of, for all rows or for one alone; the last logits."""
-    model = build("llama")
-    columns = max(rows)
-    ids, mask = make_batch(rows, [columns] + [1] * STEPS)
-    if row is not None:
-        start = columns - rows[row]
-        ids = ids[row : row + 1, start:]
-        mask = mask[row : row + 1, start:]
-        columns = rows[row]
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, **known)
-        logits = forward(model, ids, mask, 0, columns, cache)
-        for column in range(columns, columns + STEPS):
-            logits = forward(model, ids, mask, column, column + 1, cache)
-    return cache, logits
+    with attached(policy, rows, [max(rows)] + [1] * STEPS) as (model, ids, mask):
+        ids, mask = (ids, mask) if row is None else row_of(ids, mask, row)
+        prompt = ids.shape[1] - STEPS
+        cache = prompted(model, ids, mask, prompt, **known)
+        return cache, steps(model, ids, mask, prompt, ids.shape[1], cache)[:, -1]
 
 
-ROWS = [[14, 17], [9, 40], [30, 8]]
-ANNOUNCED = [None, 1, 5]
 ALL_EXACT = [
     "window+tokenwise:residual_length=8:block_size=4@7",
     "h2o+kivi:residual_length=8:group_size=4@7",
     "snapkv:window=2+merge+tokenwise:residual_length=8:block_size=4@7",
 ]
-"""Codecs whose full-precision buffer holds the whole budget, so that no slot is coded."""
+"""Codecs whose full-precision buffer holds the whole budget, so that no slot is coded: a full buffer was taken for the
+end of the slots where another row may still need more of them."""
+ROWS = [[1, 13], [14, 17], [9, 40], [30, 8]]
+ANNOUNCED = [None, 1, 5]
+SAMPLE = [
+    *each_once(POLICIES, ROWS[:0:-1], [None, *ANNOUNCED]),
+    *((policy, ROWS[0], new) for policy in ALL_EXACT for new in ANNOUNCED),
+]
 
 
-@pytest.mark.parametrize("policy", ALL_EXACT)
-def test_a_full_row_evicts_in_place_beside_a_short_one(policy: str) -> None:
-    """A full buffer was taken for the end of the slots where another row may still need more of them."""
-    for new in (1, 2, None):
-        both, logits = run(policy, [1, 13], None, new=new)
-        assert not any(sum(layer.layout.coded) for layer in both.policy_layers)
-        for row in range(2):
-            alone, expected = run(policy, [1, 13], row, new=new)
-            for mine, its in zip(both.policy_layers, alone.policy_layers, strict=True):
-                assert kept_positions(mine)[row] == kept_positions(its)[0]
-            assert torch.allclose(logits[row], expected[0], atol=1e-4)
-
-
-@product("policy,rows,new", POLICIES, ROWS, ANNOUNCED, sample=each_once(POLICIES, ROWS[::-1], [None, *ANNOUNCED]))
+@product("policy,rows,new", [*POLICIES, *ALL_EXACT], ROWS, ANNOUNCED, sample=SAMPLE)
 def test_rows_go_on_as_alone(policy: str, rows: list[int], new: int | None) -> None:
     """A row whose neighbor has reached its budget was never given room, and then lost its oldest tokens."""
     both, logits = run(policy, rows, None, new=new)
+    assert policy not in ALL_EXACT or not any(sum(layer.layout.coded) for layer in both.policy_layers)
     for row in range(len(rows)):
         alone, expected = run(policy, rows, row, new=new)
         for mine, its in zip(both.policy_layers, alone.policy_layers, strict=True):
@@ -279,36 +256,19 @@ def test_ragged_rows_in_uneven_layers_stay_within_the_plan(allocator: str, budge
         assert cache.nbytes <= int(budget[:-2]) * 1000
 
 
-def hybrid() -> Any:
-    torch.manual_seed(0)
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            num_hidden_layers=4,
-            hidden_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            intermediate_size=32,
-            vocab_size=48,
-            sliding_window=32,
-        )
-    ).eval()
-
-
 KNOWN: list[dict[str, Any]] = [{}, {"prompt": 100, "new": 0}, {"prompt": 100, "new": 7}]
-SIZES = [[100], [10] * 10, [10] + [1] * 90]
+SIZES = [[100], [5] * 20, [5] + [1] * 95]
+"""The first piece is shorter than the window."""
 
 
 @product("sizes,known", SIZES, KNOWN, sample=star(SIZES, KNOWN, centers=[([], KNOWN[0]), (SIZES[1], {})]))
 def test_windows_that_fill_later_count_in_a_budget_of_bytes(sizes: list[int], known: dict[str, Any]) -> None:
-    model = hybrid()
-    ids = torch.randint(3, 48, (1, 100), generator=torch.Generator().manual_seed(0))
-    limit = 32_000
-    with torch.no_grad(), kvpolicy.attach(model, f"h2o@{limit}B"):
+    limit = 18_000
+    with attached(f"h2o@{limit}B", [100], [100], family="gemma2") as (model, ids, mask):
         cache = PolicyCache(model, **known)
         start = 0
         for size in sizes:
-            model(ids[:, start : start + size], cache=cache)
+            forward(model, ids, mask, start, start + size, cache)
             start += size
             assert cache.nbytes <= limit
     assert cache.nbytes > 0.9 * limit
@@ -317,21 +277,165 @@ def test_windows_that_fill_later_count_in_a_budget_of_bytes(sizes: list[int], kn
 
 
 def test_windows_that_alone_are_too_much_are_refused() -> None:
-    model = hybrid()
-    with (
-        torch.no_grad(),
-        kvpolicy.attach(model, "h2o@16KB"),
-        pytest.raises(ValueError, match=r"must be at least [0-9]+B"),
-    ):
-        model(torch.ones(1, 10, dtype=torch.int64), cache=PolicyCache(model))
+    refused = pytest.raises(ValueError, match=r"must be at least [0-9]+B")
+    with attached("h2o@4KB", [10], [10], family="gemma2") as (model, ids, mask), refused:
+        forward(model, ids, mask, 0, 10, PolicyCache(model))
 
 
 def test_bytes_are_a_limit_and_no_other_where_the_end_is_unknown() -> None:
     """It was that of the prompt and 256 tokens, however many bytes were left."""
-    model = build("llama")
-    with kvpolicy.attach(model, "window@1GiB"):
-        cache = PolicyCache(model)
-        forward(model, *make_batch([10], [10]), 0, 10, cache)
+    with attached("window@1GiB", [10], [10]) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 10)
         assert int(cache.policy_layers[0].budget.amin()) > 10**6 and cache.nbytes < 2**24
     per_token = cache.nbytes // cache.policy_layers[0].store.contents.capacity
     assert int(cache.policy_layers[0].budget.amin()) * per_token <= 2**30
+
+
+HOLD_TURNS = [40, 7, 1, 1, 6, 1, 9, 1]
+"""A prompt, a question, an answer, more questions, one of a single token, a prompt that competes, and a step."""
+
+HOLDS = {1, 4, 5}
+"""The turns that are added whole."""
+
+PLANNED = ["snapkv:window=4@0.3", "snapkv:window=4:decode=grow@0.3", "full+kivi:bits=4:group_size=4:residual_length=4"]
+
+LAYERED = ["h2o@0.3", "uniform/adakv+snapkv:window=4@0.4"]
+HOLDING = [
+    Policy.by_layer(LAYERED, budget=0.5),
+    "window@0.3",
+    "snapkv:window=4@0.3",
+    "snapkv:window=4:decode=grow@0.3",
+    "keydiff:every=2@0.3",
+    "kvzip:chunk=9@0.3",
+    "full",
+    "squeeze+h2o@0.3",
+    "kvcompose+kvzip:chunk=9@0.3",
+    "uniform/adakv+snapkv:window=4@0.4",
+    "uniform/adakv+snapkv:window=4:decode=grow@0.4",
+    "uniform/adakv+h2o+tokenwise@0.4",
+    "snapkv:window=4+kivi:bits=4:group_size=4:residual_length=4@0.4",
+    "h2o+mikv@0.4",
+    "snapkv:window=4+merge@0.3",
+    "h2o@4096",
+    "full+quest:page=4:read=8",
+]
+
+
+def held(cache: PolicyCache, layer: int, row: int) -> list[set[int]]:
+    return [set(head) for head in kept_positions(cache.policy_layers[layer])[row]]
+
+
+def hold_and_talk(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Logits of each turn, without padding before a single row."""
+    rows = len(ids)
+    logits: list[Tensor] = []
+    stop = ids.shape[1] - sum(HOLD_TURNS)
+    for number, size in enumerate(HOLD_TURNS):
+        before = [[held(cache, layer, row) for row in range(rows)] for layer in range(2)] if number else []
+        if number in HOLDS:
+            cache.hold_next()
+        start = max(stop, 0)
+        stop += size
+        logits.append(forward(model, ids, mask, start, stop, cache))
+        for layer in cache.policy_layers:
+            check_invariants(layer.store)
+        # A prompt that competes again evicts tokens, but no slot goes away.
+        assert cache.plan is not None and cache.plan.nbytes == cache.nbytes, number
+        assert number not in HOLDS or BEYOND_BUDGET in cache.plan.note
+        for layer, heads_of in enumerate(before):
+            for row, heads in enumerate(heads_of):
+                last = int(cache.policy_layers[layer].length[row])
+                for was, now in zip(heads, held(cache, layer, row), strict=True):
+                    if number in HOLDS:
+                        assert now == was | set(range(last - size, last))
+                    assert size > 1 or len(now) >= len(was), "steps evict no more than they add"
+    return logits
+
+
+@pytest.mark.parametrize("policy", HOLDING, ids=str)
+def test_everything_is_kept_until_the_next_prompt(policy: str | Policy) -> None:
+    """Of padded rows, with one token and several, and answers in between; a row is as alone."""
+    lengths = [40, 23]
+    with attached(policy, lengths, HOLD_TURNS, layers=2) as (model, ids, mask):
+        both = PolicyCache(model, new=sum(HOLD_TURNS[1:]))
+        logits = hold_and_talk(model, both, ids, mask)
+        assert both.plan is not None and BEYOND_BUDGET not in both.plan.note
+        for row in range(len(lengths)):
+            alone = PolicyCache(model, new=sum(HOLD_TURNS[1:]))
+            for mine, its in zip(logits, hold_and_talk(model, alone, *row_of(ids, mask, row)), strict=True):
+                torch.testing.assert_close(mine[row, -its.shape[1] :], its[0], atol=2e-4, rtol=1e-3)
+
+
+def test_a_plan_counts_a_held_turn() -> None:
+    model = build("llama", layers=2)
+    for policy in PLANNED:
+        planned = kvpolicy.plan(model, policy, prompt=40, held_next=7, new=1)
+        with attached(policy, [40], [40, 7], layers=2) as (_, ids, mask):
+            cache = prompted(model, ids, mask, 40, new=8)
+            cache.hold_next()
+            forward(model, ids, mask, 40, 47, cache)
+        assert planned.nbytes == cache.nbytes
+        assert planned.full_nbytes > kvpolicy.plan(model, policy, prompt=40).full_nbytes
+    with pytest.raises(KVPolicyError, match="held_next must be 0 for a policy with budgets by head"):
+        kvpolicy.plan(model, "uniform/adakv+h2o@0.3", prompt=40, held_next=7)
+
+
+@pytest.mark.parametrize(
+    "policy", ["uniform/adakv+kvzip:decode=grow:chunk=9@0.3", "global/adakv+kvzip:decode=grow:chunk=9@0.3"]
+)
+def test_heads_of_a_growing_cache_get_slots_for_what_is_added(policy: str) -> None:
+    """As many pages as the new tokens need, however many tokens the fullest head holds, and none that are free."""
+    for announced in (0, 7):
+        with attached(policy, [40, 33], [40, 7], layers=2) as (model, ids, mask):
+            cache = prompted(model, ids, mask, 40, prompt=mask[:, :40].sum(-1), new=announced)
+            before = [layer.store.tensors.positions.shape for layer in cache.policy_layers]
+            assert any(len({*map(len, held(cache, layer, 0))}) > 1 for layer in range(2))
+            cache.hold_next()
+            forward(model, ids, mask, 40, 47, cache)
+        for layer, (_, pages, size) in zip(cache.policy_layers, before, strict=True):
+            more = -(-(7 - announced) // size) * layer.store.contents.shape.heads
+            assert layer.store.tensors.positions.shape[1:] == (pages + more, size)
+
+
+def test_a_held_turn_must_follow_a_prompt() -> None:
+    with attached("kvzip:chunk=9@0.3", [40], [40, 7], layers=2) as (model, ids, mask):
+        cache = PolicyCache(model, prompt=47)
+        for start, stop in ((0, 40), (40, 47)):  # before the announced prompt, and before its last chunk
+            with pytest.raises(KVPolicyStateError, match=r"must hold a whole prompt before hold_next\(\)"):
+                cache.hold_next()
+            forward(model, ids, mask, start, stop, cache)
+        cache.hold_next()
+        with pytest.raises(KVPolicyStateError, match=r"save\(\) must not follow hold_next"):
+            cache.save("nowhere.safetensors")
+        with pytest.raises(KVPolicyStateError, match=r"mark\(\) must not be called between hold_next"):
+            cache.mark(2)
+        cache.reset()
+        assert not cache.holds_next
+
+
+def test_a_copy_holds_its_next_forward_too_and_a_mark_refuses_to() -> None:
+    with attached("window@10", [40], [40, 7], layers=2) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 40)
+        cache.hold_next()
+        other = cache.fork()
+        for one in (cache, other):
+            forward(model, ids, mask, 40, 47, one)
+            assert len(held(one, 1, 0)[0]) == 17
+        cache.mark(2)
+        with pytest.raises(KVPolicyStateError, match=r"hold_next\(\) must be called without a mark"):
+            cache.hold_next()
+
+
+@pytest.mark.parametrize("policy", ["h2o@8", PLANNED[2], "uniform/adakv+h2o@24"])
+def test_a_plan_after_a_file_of_a_held_turn_has_the_slots_that_stay(policy: str, tmp_path: Path) -> None:
+    model = build("llama")
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=25, new=20)
+        model(torch.randint(3, 40, (1, 25)), cache=cache)
+        cache.hold_next()
+        model(torch.randint(3, 40, (1, 8)), cache=cache)
+        cache.save(tmp_path / "cache")
+        cache = PolicyCache.load(model, tmp_path / "cache")
+        for size in (9, 1):
+            model(torch.randint(3, 40, (1, size)), cache=cache)
+            assert cache.plan is not None and cache.plan.nbytes == cache.nbytes

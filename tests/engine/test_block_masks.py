@@ -1,4 +1,4 @@
-"""Pictures whose tokens see each other, also later ones: the prompt is as the model's own mask says."""
+"""Pictures whose tokens see each other, also later ones, and positions with several parts (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import kvpolicy
 from kvpolicy.hf.masks import hides_padding, is_token
+from tests.conformance import pictures
 from tests.conformance.masked import differences
 from tests.conformance.models import UNNAMED
+from tests.conformance.pictures import NAMES, words
 from tests.conformance.play import TURNS, make_batch
 
 IMAGE = 47
@@ -59,23 +61,13 @@ def test_full_equals_stock_where_order_matters(implementation: str) -> None:
     model = gemma()
     model.set_attn_implementation(implementation)
     given = {"attention_mask": mask[:, :26], **first}
+    blind = given | {"token_type_ids": torch.zeros(2, 26, dtype=torch.int64)}
     with torch.no_grad():
-        expected = model(ids[:, :26], **given).logits
-        causal = model(ids[:, :26], **given | {"token_type_ids": torch.zeros(2, 26, dtype=torch.int64)}).logits
+        expected, causal = (model(ids[:, :26], **each).logits for each in (given, blind))
         with kvpolicy.attach(model, "full"):
             found = model(ids[:, :26], **given, cache=kvpolicy.PolicyCache(model)).logits
     model.set_attn_implementation("eager")
     assert (found - expected).abs().max() < 1e-4 * expected.std() < (causal - expected).abs().max()
-
-
-def test_generate_answers() -> None:
-    ids, mask, first = prompt([26])
-    given = {"attention_mask": mask[:, :26], **first, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = gemma().generate(ids[:, :26], **given)
-    with kvpolicy.attach(gemma(), "full"):
-        assert torch.equal(gemma().generate(ids[:, :26], **given), expected)
-    with kvpolicy.attach(gemma(), "snapkv@0.5"):
-        assert gemma().generate(ids[:, :26], **given).shape == (1, 32)
 
 
 def test_a_picture_behind_other_tokens_and_in_tiles_is_refused() -> None:
@@ -124,6 +116,45 @@ def test_a_mask_that_hides_more_than_padding(at: tuple[int, int]) -> None:
 
 def test_padding_by_a_mask_of_either_kind() -> None:
     mask = torch.tensor([[[[True, True, False], [True, True, False], [False, False, False]]]])
-    assert is_token(mask).tolist() == [[True, True, False]]
-    added = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
-    assert is_token(added).tolist() == [[True, True, False]]
+    for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, -1e9)):
+        assert is_token(given).tolist() == [[True, True, False]]
+
+
+OF_POSITIONS = [
+    "expected:sinks=2:horizon=6:every=7@0.5",
+    "compactor:sinks=2:recent=2:block=8:sketch=4@0.5",
+    "kvzip:chunk=9:sinks=2@0.5",
+    "full+rotate:group_size=4:sinks=2:residual_length=2:block_size=4",
+]
+
+
+def told(model: Any, policy: str, **given: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What layers hold, and the logits of a prompt, of a second turn and of two steps."""
+    ids = words(30)
+    found: list[torch.Tensor] = []
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, prompt=20, new=10)
+        for start, stop in ((0, 20), (20, 28), (28, 29), (29, 30)):
+            more = {name: at[..., start:stop] for name, at in given.items()}
+            found.append(model(ids[:, start:stop], cache=cache, **more).logits)
+        return [layer.positions.clone() for layer in cache.policy_layers], torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", OF_POSITIONS)
+def test_a_text_is_as_with_one_part(name: str, policy: str) -> None:
+    model = pictures.build(name)
+    kept, logits = told(model, policy, position_ids=torch.arange(30)[None])
+    again, own = told(model, policy)
+    parts, of_parts = told(model, policy, position_ids=torch.arange(30).expand(4, 1, -1))
+    assert all(torch.equal(*pair) for pair in zip(kept, again, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(kept, parts, strict=True))
+    assert torch.allclose(logits, own, atol=1e-5) and torch.allclose(logits, of_parts, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", OF_POSITIONS)
+def test_a_picture_is_refused(policy: str) -> None:
+    model = pictures.build("qwen2_5_vl")
+    refused = pytest.raises(kvpolicy.KVPolicyError, match="M-RoPE")
+    with torch.no_grad(), kvpolicy.attach(model, policy), refused:
+        model(**pictures.prompt())

@@ -18,18 +18,15 @@ from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, SELECTORS, words
-from tests.engine.filled import attached, prompted
+from tests.engine.filled import attached, prompted, row_of
 from tests.sampling import each_once, product
 
 FLOORED = ["streaming:sinks=4", "streaming:sinks=9", "kvcrush:split=0.5/streaming:sinks=4"]
 
 
 def fill(policy: Policy | str, lengths: list[int]) -> kvpolicy.PolicyCache:
-    model = build("llama")
-    with kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model)
-        talk(model, *make_batch(lengths, [max(lengths)]), [max(lengths)], cache)
-    return cache
+    with attached(policy, lengths, [max(lengths)]) as (model, ids, mask):
+        return prompted(model, ids, mask, max(lengths))
 
 
 def refused(policy: str, lengths: list[int]) -> str:
@@ -53,15 +50,6 @@ def test_share(selector: str) -> None:
     assert all(int(layer.budget.min()) >= works.policy.selector.min_tokens for layer in works.policy_layers)
 
 
-@pytest.mark.parametrize("selector", FLOORED)
-def test_tokens(selector: str) -> None:
-    with pytest.raises(ValueError, match="must be at least") as error:
-        Policy.parse(f"{selector}@3")
-    smallest = re.search(r"at least ([0-9]+) tokens", str(error.value))
-    assert smallest
-    assert max(fill(f"{selector}@{smallest[1]}", [40]).policy_layers[0].budget.tolist()) == int(smallest[1])
-
-
 PARTS = (ALLOCATORS, [*SELECTORS, "streaming:sinks=9"], ["plain", "kivi"])
 
 
@@ -77,18 +65,6 @@ def test_bytes(allocator: str, selector: str, codec: str) -> None:
         fill(words(allocator, selector, codec, budget=f"{int(smallest[1]) - 1}B"), [40, 27])
 
 
-def test_a_prompt_that_fits_below_the_floor() -> None:
-    """So short that nothing is dropped: then a share that would be too small is no error."""
-    cache = fill("streaming:sinks=9@0.1", [8])
-    assert kept_positions(cache.policy_layers[0]) == [[list(range(8))] * 2]
-
-
-@pytest.mark.parametrize("budget", [0.0, 1.5, -1, 0, "5 apples", "0B", True])
-def test_what_is_no_budget(budget: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        kvpolicy.attach(build("llama"), "window", budget=budget)  # pyright: ignore[reportArgumentType]
-
-
 def test_budget_of_attach_replaces_the_policys() -> None:
     with kvpolicy.attach(build("llama"), "window@0.5", budget=6) as handle:
         talk(build("llama"), *make_batch([20], [20]), [20], None)
@@ -96,27 +72,10 @@ def test_budget_of_attach_replaces_the_policys() -> None:
         assert handle.cache is not None and handle.cache.policy_layers[0].budget.tolist() == [6]
 
 
-@pytest.mark.parametrize("policy", ["full", "kivi"])
-def test_less_than_everything_needs_a_selector(policy: str) -> None:
-    with pytest.raises(ValueError, match="must have a selector"):
-        kvpolicy.attach(build("llama"), policy, budget=0.5)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.29, 0.5, 0.7, 1.0])
-def test_a_share_is_of_each_rows_own_length(share: float) -> None:
-    lengths = [100, 70, 31, 10]
-    cache = fill(f"window@{share}", lengths)
-    want = [max(1, round(share * 100) * n // 100) for n in lengths]
-    assert cache.policy_layers[0].budget.tolist() == want
-    assert (cache.policy_layers[0].positions >= 0).sum(-1)[:, 0].tolist() == want
-
-
 def test_a_budget_that_shrinks_leaves_codes_where_they_are() -> None:
     """A later prompt, with fewer new tokens behind it, gives a layer of a pyramid less than the first one did."""
-    model = build("llama")
-    ids, mask = make_batch([12], [12])
     policy = "pyramid:beta=4+tova+tokenwise:group_size=4:residual_length=4:block_size=4@20"
-    with kvpolicy.attach(model, policy):
+    with attached(policy, [12], [12]) as (model, ids, mask):
         cache = prompted(model, ids, mask, 5, prompt=5, new=20)
         before = int(cache.policy_layers[-1].budget)
         cache.expect(11, 20)
@@ -129,17 +88,14 @@ def test_a_budget_that_shrinks_leaves_codes_where_they_are() -> None:
 
 
 NEW = 3
-HEADS = ["uniform/adakv+snapkv@{}", "squeeze/adakv+h2o@{}", "uniform/adakv+h2o+tokenwise:residual_length=4@{}"]
-POLICIES = [*HEADS, "streaming:sinks=4@{}", "squeeze+streaming:sinks=4@{}", "streaming:sinks=4:decode=grow@{}"]
+HEADS = ["uniform/adakv+snapkv@0.1", "squeeze/adakv+h2o@0.1", "uniform/adakv+h2o+tokenwise:residual_length=4@0.1"]
+POLICIES = [*HEADS, "streaming:sinks=4@0.1", "squeeze+streaming:sinks=4@0.1", "streaming:sinks=4:decode=grow@0.1"]
 
 
 def prefilled(policy: str | Policy, rows: list[int], steps: int = 0) -> PolicyCache:
-    model = build("llama", layers=3)
-    ids, mask = make_batch(rows, [max(rows)] + [1] * steps)
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = prompted(model, ids, mask, max(rows), new=NEW)
-        for column in range(max(rows), max(rows) + steps):
-            forward(model, ids, mask, column, column + 1, cache)
+    with attached(policy, rows, [max(rows)] + [1] * steps) as (model, ids, mask):
+        cache = PolicyCache(model, new=NEW)
+        talk(model, ids, mask, [max(rows)] + [1] * steps, cache)
     return cache
 
 
@@ -153,32 +109,26 @@ def lengths_held(cache: PolicyCache) -> list[list[int]]:
 @pytest.mark.parametrize("length", [5, 6, 10, 13, 33])
 def test_all_tokens_are_kept_as_planned(policy: str, length: int) -> None:
     """Also where pages of heads would be rounded down."""
-    spec = policy.format(0.1)
-    cache = prefilled(spec, [length])
+    cache = prefilled(policy, [length])
     assert lengths_held(cache) == [[length] * 2]
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
-    model = build("llama", layers=3)
-    planned = kvpolicy.plan(model.config, spec, prompt=length, new=NEW, dtype=torch.float32)
-    assert planned.nbytes == cache.nbytes
-    assert (length <= Policy.parse(spec).min_tokens) or "kept whole, since 0.1 of the prompt is less" in planned.note
-    assert cache.report().nbytes == cache.nbytes
+    planned = kvpolicy.plan(build("llama").config, policy, prompt=length, new=NEW, dtype=torch.float32)
+    assert planned.nbytes == cache.nbytes == cache.report().nbytes
+    assert (length <= cache.policy.min_tokens) or "kept whole, since 0.1 of the prompt is less" in planned.note
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_evict_from_no_more_than_the_prompt(policy: str) -> None:
     """A long answer to a short prompt does not grow the cache: it is the prompt that is kept whole."""
-    cache = prefilled(policy.format(0.1), [10], steps=NEW)
-    held = lengths_held(cache)[0]
-    assert all(10 <= count <= 13 for count in held)
+    cache = prefilled(policy, [10], steps=NEW)
+    assert all(10 <= count <= 13 for count in lengths_held(cache)[0])
     budgets = [int(layer.budget) for layer in cache.policy_layers]
     assert budgets == [10 + NEW * (cache.policy.decode == "grow") + 2 * ("adakv" in policy)] * 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_short_row_is_kept_whole_beside_a_long_one(policy: str) -> None:
-    spec = policy.format(0.1)
-    together = prefilled(spec, [100, 10])
-    alone = prefilled(spec, [10])
+    together, alone = (prefilled(policy, rows) for rows in ([100, 10], [10]))
     assert lengths_held(together)[1] == [10, 10] and max(lengths_held(together)[0]) < 30
     for layer, own in zip(together.policy_layers, alone.policy_layers, strict=True):
         assert kept_positions(layer)[1] == kept_positions(own)[0]
@@ -205,8 +155,8 @@ SHORT = 31
 FRACTION = 0.4
 LEAST = 20  # more than the fraction of the short prompt, 12, and less than that of the long one, 24
 STEPS = 4
-BUDGETS = {LONG: FRACTION, SHORT: LEAST}
-"""The plain budget that each prompt has."""
+BUDGETS = {LEAST: {LONG: FRACTION, SHORT: LEAST}, 1024: {LONG: 1024, SHORT: 1024}}
+"""The plain budget that each prompt has by the least number: 1024 is more than any prompt has."""
 
 SNAPKV = "snapkv:window=4:kernel=3"
 CODES = "tokenwise:group_size=4:residual_length=4:block_size=4"
@@ -235,51 +185,33 @@ def of(spec: str, budget: Any) -> Policy:
     return Policy.by_layer([f"{SNAPKV}@0.5", f"h2o+{CODES}@0.25", "h2o@0.4"], budget=budget)
 
 
-def positions(cache: PolicyCache, row: int) -> list[list[list[int]]]:
-    """The positions of each layer and head of a row, sorted."""
-    heads = [layer.head_positions[row].sort(-1).values.tolist() for layer in cache.policy_layers]
-    return [[[place for place in head if place >= 0] for head in layer] for layer in heads]
-
-
-def kept(policy: Policy, lengths: list[int], told: str = "", row: int | None = None) -> list[Any]:
+def kept(policy: Policy, told: str, row: int | None = None) -> list[Any]:
     """What each row keeps after a prompt and after steps; or one `row`, which runs alone."""
-    ids, mask = make_batch(lengths, [max(lengths), *[1] * STEPS], seed=5)
-    if row is not None:
-        columns = slice(max(lengths) - lengths[row], None)
-        ids = ids[row : row + 1, columns]
-        mask = mask[row : row + 1, columns]
-        lengths = [lengths[row]]
-    model = build("llama")
     found: list[Any] = []
-    with kvpolicy.attach(model, policy):
+    with attached(policy, [LONG, SHORT], [LONG, *[1] * STEPS], seed=5) as (model, ids, mask):
+        ids, mask = (ids, mask) if row is None else row_of(ids, mask, row)
         cache = PolicyCache(model, new=STEPS if told == "new" else None)
         start = 0
-        for size in [max(lengths), *[1] * STEPS]:
-            forward(model, ids, mask, start, start + size, cache)
+        for stop in range(ids.shape[1] - STEPS, ids.shape[1] + 1):
+            forward(model, ids, mask, start, stop, cache)
             check_cache(cache)
-            start += size
-            found.append([positions(cache, each) for each in range(len(lengths))])
+            start = stop
+            found.append([*zip(*map(kept_positions, cache.policy_layers), strict=True)])
     return found
 
 
-@product("spec,told", [*WITH_LEAST, "layers"], ["", "new"], sample=each_once([*WITH_LEAST, "layers"], ["", "new"]))
-def test_a_row_has_the_larger_of_both(spec: str, told: str) -> None:
+LARGER = ([*WITH_LEAST, "layers"], ["", "new"], [*BUDGETS])
+
+
+@product("spec,told,least", *LARGER, sample=[*each_once(*LARGER[:2], [LEAST, LEAST, 1024]), ("layers", "", LEAST)])
+def test_a_row_has_the_larger_of_both(spec: str, told: str, least: int) -> None:
     """In a padded batch with prompts on both sides of the boundary, and alone."""
-    budget = Share(FRACTION, least=LEAST)
-    together = kept(of(spec, budget), [LONG, SHORT], told=told)
+    budget = Share(FRACTION, least=least)
+    together = kept(of(spec, budget), told)
     for row, length in enumerate([LONG, SHORT]):
         own = [[turn[row]] for turn in together]
-        assert kept(of(spec, budget), [LONG, SHORT], told=told, row=row) == own
-        assert kept(of(spec, BUDGETS[length]), [LONG, SHORT], told=told, row=row) == own
-
-
-def test_a_short_prompt_keeps_more_than_its_fraction_and_not_more_than_it_has() -> None:
-    first, *_, last = kept(of("h2o", Share(FRACTION, least=LEAST)), [LONG, SHORT])
-    assert [len(row[0][0]) for row in first] == [24, 20] == [len(row[0][0]) for row in last]
-    (first, *_, last) = kept(of("h2o", Share(FRACTION, least=1024)), [SHORT])
-    assert [len(row[0][0]) for row in (first[0], last[0])] == [SHORT, SHORT + STEPS]
-    (first, *_, last) = kept(of(f"uniform/adakv+{SNAPKV}", Share(FRACTION, least=1024)), [SHORT], told="new")
-    assert [len(row[0][0]) for row in (first[0], last[0])] == [SHORT, SHORT + STEPS]
+        assert kept(of(spec, budget), told, row) == own
+        assert kept(of(spec, BUDGETS[least][length]), told, row) == own
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
@@ -288,13 +220,12 @@ def test_a_short_prompt_keeps_more_than_its_fraction_and_not_more_than_it_has() 
 )
 def test_what_is_planned_is_held(spec: str, length: int) -> None:
     policy = of(spec, Share(FRACTION, least=LEAST))
-    model = build("llama")
+    with attached(policy, [length], [length]) as (model, ids, mask):
+        cache = prompted(model, ids, mask, length, new=STEPS)
     sizes: dict[str, Any] = {"prompt": length, "new": STEPS, "dtype": torch.float32}
-    planned = kvpolicy.plan(model.config, policy, **sizes)
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = PolicyCache(model, new=STEPS)
-        model(torch.arange(length)[None] % 40 + 3, cache=cache)
-    assert planned.nbytes == cache.nbytes == kvpolicy.plan(model.config, of(spec, BUDGETS[length]), **sizes).nbytes
+    policies = (policy, of(spec, BUDGETS[LEAST][length]))
+    planned, plain = (kvpolicy.plan(model.config, each, **sizes) for each in policies)
+    assert planned.nbytes == cache.nbytes == plain.nbytes
     assert cache.plan is not None
     assert [layer.tokens for layer in planned.layers] == [layer.tokens for layer in cache.plan.layers]
 
@@ -305,10 +236,10 @@ def test_layers_share_the_least_number() -> None:
     assert sum(layer.tokens for layer in plan.layers) == 3 * LEAST and len({layer.tokens for layer in plan.layers}) > 1
 
 
-def run(policy: str, length: int, **how: Any) -> None:
+def run(policy: str, length: int) -> None:
     with attached(policy, [length], [length], layers=2) as (model, ids, mask):
-        forward(model, ids, mask, 0, length, PolicyCache(model, **how))
-        forward(model, ids, mask, 0, length, PolicyCache(model, **how))
+        for _ in range(2):
+            prompted(model, ids, mask, length)
 
 
 @pytest.mark.filterwarnings("always")

@@ -6,16 +6,17 @@ import copy
 import functools
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.planning.curves import save_layers
+from kvpolicy.planning.memory import plan_layers
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import LayeredPolicy
 from kvpolicy.protocols import LayerShape
@@ -23,10 +24,12 @@ from kvpolicy.text.budget import bytes_of
 from tests.conformance.access import kept_positions
 from tests.conformance.calibration import DIM
 from tests.conformance.models import build
-from tests.conformance.play import ROWS, TURNS, make_batch, play, talk
+from tests.conformance.play import ROWS, TURNS, play, talk
 from tests.conformance.policies import words
 from tests.conformance.replay import Twin, reference_codec, replay
 from tests.conformance.turning import turns
+from tests.engine.filled import attached, row_of
+from tests.engine.test_by_layer_random import CODED, KIVI
 from tests.engine.test_rollback import undone
 from tests.files.test_saved_cache import check_same, start
 from tests.reference.by_layer import tokens_that_fit
@@ -39,7 +42,7 @@ MIXED = [
     [words("snapkv", "merge"), words("kvcrush", "csr", budget="0.9"), words("snapkv")],
     [words("h2o"), words("probe", "zipcache"), words("scissorhands", "gear")],
     [words("kvzip", "plain"), words("kvzip", "tokenwise", budget="0.9"), words("kvzip", "kivi", budget="0.7")],
-    ["full", "kivi:group_size=4:residual_length=4", "tokenwise:group_size=4:residual_length=4:block_size=4"],
+    ["full", KIVI, CODED],
 ]
 """Specs of three layers."""
 PAGED = [words("tova"), words("uniform/adakv", "h2o", "tokenwise", budget="0.8"), words("uniform/adakv", "snapkv")]
@@ -50,7 +53,6 @@ READING = [
     words("h2o", "labels:read=5:channels=3:dense=0"),
 ]
 """Two of them with readers."""
-
 
 REUSED = [f"h2o+{codec}+reuse:every=2:dense=0/exact:read=6@0.5" for codec in ("plain", "kivi")]
 
@@ -73,36 +75,20 @@ def test_every_layer_is_that_of_its_own_policy(specs: list[str], rows: str) -> N
         assert verdict.turns >= 5, f"most choices of layer {index} were within fp32's noise"
 
 
-def test_a_budget_of_one_evicts_nothing() -> None:
-    """Rule 3: full budget is exact."""
-    model = build("llama", layers=3)
-    ids, mask = make_batch([26])
-    want: Tensor = model(ids).logits
-    policy = Policy.by_layer(["h2o@0.1", "snapkv:window=6:kernel=3@0.2", "window@0.5"], budget=1.0)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        got = talk(model, ids, mask, TURNS, cache)
-    assert all(bool((layer.positions >= 0).sum(-1).eq(sum(TURNS)).all()) for layer in cache.policy_layers)
-    assert (got - want).abs().max() < 1e-4
-
-
 ALONE = [*MIXED[:3], PAGED, READING]
 
 
 @product("specs,budget", ALONE, [0.5, 18], sample=each_once(ALONE, [0.5, 18]))
 def test_a_row_of_a_batch_is_that_row_alone(specs: list[str], budget: Any) -> None:
-    model = build("llama", layers=3)
     lengths = [40, 33]
     moves = [40, *TURNS[1:]]
-    ids, mask = make_batch(lengths, moves)
-    with kvpolicy.attach(model, layered(specs, budget)):
+    with attached(layered(specs, budget), lengths, moves) as (model, ids, mask):
         together = PolicyCache(model, new=sum(TURNS[1:]))
         logits = talk(model, ids, mask, moves, together)
         for row, length in enumerate(lengths):
-            skip = moves[0] - length
             alone = PolicyCache(model, new=sum(TURNS[1:]))
-            own = talk(model, ids[row : row + 1, skip:], mask[row : row + 1, skip:], [length, *TURNS[1:]], alone)
-            assert (own[0] - logits[row, skip:]).abs().max() < 0.1
+            own = talk(model, *row_of(ids, mask, row), [length, *TURNS[1:]], alone)
+            assert (own[0] - logits[row, 40 - length :]).abs().max() < 0.1
             for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert int(mine.budget) == int(ours.budget[row])
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
@@ -119,12 +105,11 @@ def test_saved_and_loaded(specs: list[str], tmp_path: Path) -> None:
 
 def test_taken_back() -> None:
     """A mark and a rollback, with block work in the middle."""
-    specs = [words("h2o", "kivi"), words("uniform/adakv", "snapkv"), words("streaming", "tokenwise"), words("h2o")]
-    layers = build("llama").config.num_hidden_layers
-    undone("llama", Policy.by_layer(specs[:layers], budget=0.7), [26, 17], 5, 2)
+    specs = [words("h2o", "kivi"), words("uniform/adakv", "snapkv"), words("streaming", "tokenwise")]
+    undone("llama", layered(specs), [26, 17], 5, 2)
 
 
-def test_as_data(tmp_path: Path) -> None:
+def test_as_data() -> None:
     policy = Policy.by_layer(["snapkv@0.5", Policy.parse("h2o+kivi:bits=4@0.25")], budget=0.2)
     assert isinstance(policy, LayeredPolicy) and isinstance(policy, Policy)
     assert eval(repr(policy)) == policy and str(policy) == repr(policy) and hash(policy) == hash(eval(repr(policy)))
@@ -172,62 +157,50 @@ def test_refused(specs: Any, message: str) -> None:
         Policy.by_layer(specs, budget=0.5)
 
 
-def test_refused_later(tmp_path: Path) -> None:
+def test_refused_later() -> None:
     model = build("llama", layers=2)
     policy = Policy.by_layer(["h2o@0.5"] * 3, budget=0.5)
-    with pytest.raises(KVPolicyError, match="one for each of the model's 2 layers, got 3"):
+    message = "one for each of the model's 2 layers, got 3"
+    with pytest.raises(KVPolicyError, match=message):
         kvpolicy.attach(model, policy)
-    with (
-        kvpolicy.attach(model, "h2o@0.5"),
-        pytest.raises(KVPolicyError, match="one for each of the model's 2 layers, got 1"),
-    ):
-        PolicyCache(model, Policy.by_layer(["h2o@0.5"], budget=0.5))
+    with kvpolicy.attach(model, "h2o@0.5"), pytest.raises(KVPolicyError, match=message):
+        PolicyCache(model, policy)
     with pytest.raises(KVPolicyError, match="must not differ by layer itself"):
         Policy.by_layer([policy], budget=0.5)
     with pytest.raises(KVPolicyError, match="must be read from one layer"):
         _ = policy.selector
-    for spec, message in [
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
         ("tuned@0.1", "must have the file"),
         ("tuned:file=a.json+kivi", "must stand alone"),
         ("tuned:name=a.json", "must be among file, length"),
         ("tuned:file=a.json:length=0", "at least 1 token"),
-    ]:
-        with pytest.raises(KVPolicyError, match=message):
-            Policy.parse(spec)
-    with pytest.raises(KVPolicyError, match="must be readable"):
-        kvpolicy.attach(model, f"tuned:file={tmp_path}/none.json@0.1")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(KVPolicyError, match="must be JSON"):
-        kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(KVPolicyError, match="must hold curves or layers"):
-        kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
-    with pytest.raises(KVPolicyError, match="read after it is attached"):
-        _ = Policy.parse("tuned:file=a.json").decode
-    small = Policy.by_layer(["h2o@0.5"] * 2, budget=0.0005)
-    with pytest.raises(KVPolicyError, match="must be at least 0"):
-        kvpolicy.plan(model.config, small, prompt=600)
+        ("tuned:file=none.json@0.1", "must be readable"),
+        ("tuned:file=bad.json@0.1", "must be JSON"),
+    ],
+)
+def test_files_that_are_refused(spec: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text("{")
+    with pytest.raises(KVPolicyError, match=message):
+        kvpolicy.attach(build("llama", layers=2), spec)
 
 
 @product("seed", range(60), sample=[(seed,) for seed in range(8)])
 def test_random_divisions(seed: int) -> None:
     """Any shares, lengths and budgets, with the bytes of plans: the budget is met, and would be by no larger factor."""
-    dice = torch.Generator().manual_seed(seed)
-    draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=dice))  # noqa: E731
+    dice = Random(seed)
     shape = LayerShape(2, 8, torch.float32)
-    layers = draw(1, 4)
-    pool = [
-        "h2o",
-        "snapkv",
-        "streaming+kivi:group_size=4:residual_length=4",
-        "tova+tokenwise:bits=4",
-        "uniform/adakv+h2o",
-    ]
-    shares = [str(draw(1, 100) / 100) for _ in range(layers)]
-    specs = [f"{pool[draw(0, len(pool) - 1)]}@{share}" for share in shares]
-    length = draw(60, 150)
-    end = length + draw(0, 20)
-    budgets: list[Any] = [draw(40, 95) / 100, draw(10, 90), f"{layers * draw(3, 19)}KB"]
+    layers = dice.randint(1, 4)
+    pool = ["h2o", "snapkv", f"streaming+{KIVI}", "tova+tokenwise:bits=4", "uniform/adakv+h2o"]
+    shares = [str(dice.randint(1, 100) / 100) for _ in range(layers)]
+    specs = [f"{dice.choice(pool)}@{share}" for share in shares]
+    length = dice.randint(60, 150)
+    end = length + dice.randint(0, 20)
+    budgets: list[Any] = [dice.randint(40, 95) / 100, dice.randint(10, 90), f"{layers * dice.randint(3, 19)}KB"]
     budget = budgets[seed % 3]
     policy = Policy.by_layer(specs, budget=budget)
     prompt = torch.tensor([length])
@@ -253,8 +226,6 @@ def test_random_divisions(seed: int) -> None:
 @functools.cache
 def _planned(spec: str, keep: int, shape: LayerShape, layer_idx: int, length: int, end: int) -> int:
     """Bytes of one layer under an ordinary policy with a budget in tokens."""
-    from kvpolicy.planning.memory import plan_layers
-
     policy = Policy.parse(spec).with_budget(keep)
     tokens = divide(policy, None, torch.tensor([length]), torch.tensor([end]), [shape])
     size = sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
@@ -314,7 +285,7 @@ def test_the_part_that_forbids_a_move_is_named() -> None:
     model = build("llama", layers=3)
     for specs, shift, crop in (
         (["window@0.5", words("expected"), "window@0.5"], "got expected", "the selector expected"),
-        (["full", "full", "kivi:group_size=4:residual_length=4"], "got kivi", "the codec kivi"),
+        (["full", "full", KIVI], "got kivi", "the codec kivi"),
         (["h2o@0.5", "h2o+merge@0.5", "h2o@0.5"], "got the merger merge", "the selector h2o"),
     ):
         budget = 1.0 if specs[0] == "full" else 0.9
@@ -330,16 +301,16 @@ def test_the_part_that_forbids_a_move_is_named() -> None:
 def test_moves_where_every_layer_allows_them() -> None:
     """A cropped cache goes on as one that never saw what was cropped."""
     model = build("llama", layers=3)
-    with kvpolicy.attach(model, Policy.by_layer(["window@0.5", "streaming@0.9", "window@0.4"], budget=1.0)):
-        caches = [PolicyCache(model, new=9) for _ in range(2)]
-        with torch.no_grad():
-            for cache, length in zip(caches, (20, 23), strict=True):
-                model(ids(length), cache=cache)
-            caches[1].crop(-3)
-            one, other = (model(ids(1), cache=cache).logits for cache in caches)
-            assert (one - other).abs().max() < 1e-5
-            caches[0].shift(4, 3)
-            model(ids(1), cache=caches[0])
+    policy = Policy.by_layer(["window@0.5", "streaming@0.9", "window@0.4"], budget=1.0)
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        short, cropped = (PolicyCache(model, new=9) for _ in range(2))
+        model(ids(20), cache=short)
+        model(ids(23), cache=cropped)
+        cropped.crop(-3)
+        one, other = (model(ids(1), cache=cache).logits for cache in (short, cropped))
+        assert (one - other).abs().max() < 1e-5
+        short.shift(4, 3)
+        model(ids(1), cache=short)
 
 
 def test_a_cache_of_another_policy_than_the_attached_one() -> None:
@@ -349,10 +320,12 @@ def test_a_cache_of_another_policy_than_the_attached_one() -> None:
     quant = words("h2o", "kvquant")
     pins = words("h2o", "rotate")
     in_one = [plain, quant, plain], [plain, pins, plain]
+    with kvpolicy.attach(model, plain), pytest.raises(KVPolicyError, match="attach a policy"):
+        PolicyCache(model, "squeeze+h2o@0.5")
     with kvpolicy.attach(model, plain):
         PolicyCache(model, Policy.by_layer([plain, words("tova"), plain], budget=0.7))
-        for specs, message in zip(in_one, ("must store unrotated keys", "must store unrotated keys"), strict=True):
-            with pytest.raises(KVPolicyError, match=message):
+        for specs in in_one:
+            with pytest.raises(KVPolicyError, match="must store unrotated keys"):
                 PolicyCache(model, Policy.by_layer(specs, budget=0.7))
     with kvpolicy.attach(model, Policy.by_layer(in_one[1], budget=0.7)), torch.no_grad():
         PolicyCache(model, plain)
@@ -365,84 +338,73 @@ def test_a_cache_of_another_policy_than_the_attached_one() -> None:
             model(ids(count), cache=cache)
 
 
-def steps(model: torch.nn.Module, cache: PolicyCache, prompt: int, count: int) -> None:
-    """Run a prompt and some single tokens."""
-    with torch.no_grad():
-        model(torch.arange(prompt)[None] % 50, cache=cache)
-        for token in range(count):
-            model(torch.tensor([[token % 50]]), cache=cache)
+def run(policy: Policy, prompt: int, count: int, **told: Any) -> PolicyCache:
+    """A cache of a model of two layers behind a prompt and some single tokens."""
+    turns = [prompt] + [1] * count
+    with attached(policy, [prompt], turns, layers=2) as (model, ids, mask):
+        cache = PolicyCache(model, **told)
+        talk(model, ids, mask, turns, cache)
+    return cache
+
+
+def fewest(cache: PolicyCache) -> list[int]:
+    """The fewest tokens that a head of each layer holds."""
+    return [int((layer.positions >= 0).sum(-1).amin()) for layer in cache.policy_layers]
 
 
 @pytest.mark.parametrize("lengths", [[20], [26, 15]])
 @pytest.mark.parametrize("budget", ["9000B", "40000B", "400000B"])
 def test_bytes_beyond_a_prompt_are_for_what_follows(budget: str, lengths: list[int]) -> None:
     """Equal layers have the tokens of the ordinary policy, also where nobody announced how many will follow."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch(lengths, [max(lengths), 40])
+    turns = [max(lengths)] + [1] * 40
     kept: list[list[list[int]]] = []
     for policy in (Policy.by_layer(["h2o@0.5"] * 2, budget=budget), f"h2o@{budget}"):
-        with kvpolicy.attach(model, policy), torch.no_grad():
+        with attached(policy, lengths, turns, layers=2) as (model, ids, mask):
             cache = PolicyCache(model)
-            model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], cache=cache)
-            for column in range(max(lengths), ids.shape[1]):
-                model(ids[:, column : column + 1], attention_mask=mask[:, : column + 1], cache=cache)
-            kept.append([layer.budget.tolist() for layer in cache.policy_layers])
-            assert cache.nbytes <= int(budget[:-1])
+            talk(model, ids, mask, turns, cache)
+        kept.append([layer.budget.tolist() for layer in cache.policy_layers])
+        assert cache.nbytes <= int(budget[:-1])
     assert kept[0] == kept[1]
 
 
 def test_a_budget_in_tokens_beyond_a_prompt_is_for_what_follows() -> None:
     """A sliding window of 48 tokens' bytes does not slide after a prompt of 20."""
-    model = build("llama", layers=2)
-    with kvpolicy.attach(model, Policy.by_layer(["window@0.9", "h2o@0.3"], budget=48)):
-        cache = PolicyCache(model)
-        steps(model, cache, 20, 20)
-        token = 2 * 2 * cache.policy_layers[0].store.shape.heads * cache.policy_layers[0].keys.shape[-1] * 4
-        assert all(int((layer.positions >= 0).sum(-1).amin()) == 40 for layer in cache.policy_layers)
-        assert 44 * token < cache.nbytes <= 48 * token
+    cache = run(Policy.by_layer(["window@0.9", "h2o@0.3"], budget=48), 20, 20)
+    token = 2 * 2 * cache.policy_layers[0].store.shape.heads * cache.policy_layers[0].keys.shape[-1] * 4
+    assert fewest(cache) == [40, 40] and 44 * token < cache.nbytes <= 48 * token
 
 
 def test_a_growing_share_counts_what_was_announced() -> None:
     """Room for tokens that nobody announced is on top of the share of the prompt, as in other growing caches."""
-    model = build("llama", layers=2)
     policy = Policy.by_layer(["h2o:decode=grow@0.5", "full"], budget=0.8)
-    kept: list[list[int]] = []
-    with kvpolicy.attach(model, policy):
-        for new in (None, 0):
-            cache = PolicyCache(model, new=new)
-            steps(model, cache, 40, 0)
-            kept.append([int((layer.positions >= 0).sum(-1).amin()) for layer in cache.policy_layers])
-    assert kept[0] == kept[1] and kept[0][1] == 40
+    unknown, none = (fewest(run(policy, 40, 0, new=new)) for new in (None, 0))
+    assert unknown == none and none[1] == 40
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 4, 5])
 @pytest.mark.parametrize("new", [None, 6])
 def test_a_layer_that_evicts_nothing_keeps_short_prompts(prompt: int, new: int | None) -> None:
     """Also where another layer's selector needs more tokens than the share, so that it is not met."""
-    model = build("llama", layers=2)
-    with kvpolicy.attach(model, Policy.by_layer(["streaming:decode=grow@0.5", "full"], budget=0.5)):
-        cache = PolicyCache(model, new=new)
-        steps(model, cache, prompt, 3)
-        assert all(int((layer.positions >= 0).sum(-1).amin()) == prompt + 3 for layer in cache.policy_layers)
+    policy = Policy.by_layer(["streaming:decode=grow@0.5", "full"], budget=0.5)
+    assert fewest(run(policy, prompt, 3, new=new)) == [prompt + 3] * 2
 
 
-def test_the_smallest_share_that_is_named_works() -> None:
-    """A share of more than 1 is never named, since it would be refused."""
-    model = build("llama", layers=2)
-    for specs, prompt in ((["full", "full"], 513), (["h2o@0.5", "h2o@0.1"], 600), (["snapkv@0.5", "h2o@0.1"], 700)):
-        with pytest.raises(KVPolicyError, match="must be at least") as caught:
-            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=0.0005), prompt=prompt)
-        share = float(str(caught.value).partition("at least ")[2].split()[0])
-        kvpolicy.plan(model.config, Policy.by_layer(specs, budget=share), prompt=prompt)
-
-
-def test_the_fewest_tokens_that_are_named_work() -> None:
-    model = build("llama", layers=2)
-    for specs, prompt in ((["snapkv@0.5", "streaming:sinks=5@0.1"], 31), (["streaming:sinks=8@0.5", "h2o@0.1"], 60)):
-        with pytest.raises(KVPolicyError, match="must be at least") as caught:
-            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=1), prompt=prompt)
-        tokens = int(str(caught.value).partition("at least ")[2].split()[0])
-        kvpolicy.plan(model.config, Policy.by_layer(specs, budget=tokens), prompt=prompt)
+@pytest.mark.parametrize(
+    ("specs", "budget", "prompt"),
+    [
+        (["full", "full"], 0.0005, 513),  # a share of more than 1 is never named, since it would be refused
+        (["h2o@0.5", "h2o@0.1"], 0.0005, 600),
+        (["snapkv@0.5", "h2o@0.1"], 0.0005, 700),
+        (["snapkv@0.5", "streaming:sinks=5@0.1"], 1, 31),
+        (["streaming:sinks=8@0.5", "h2o@0.1"], 1, 60),
+    ],
+)
+def test_the_smallest_budget_that_is_named_works(specs: list[str], budget: float | int, prompt: int) -> None:
+    config = build("llama", layers=2).config
+    with pytest.raises(KVPolicyError, match="must be at least") as caught:
+        kvpolicy.plan(config, Policy.by_layer(specs, budget=budget), prompt=prompt)
+    named = str(caught.value).partition("at least ")[2].split()[0]
+    kvpolicy.plan(config, Policy.by_layer(specs, budget=type(budget)(named)), prompt=prompt)
 
 
 def test_layers_that_no_policy_manages_have_no_part() -> None:
@@ -454,7 +416,8 @@ def test_layers_that_no_policy_manages_have_no_part() -> None:
         specs = ["h2o@0.5" if index in managed else unused for index in range(depth)]
         with kvpolicy.attach(model, Policy.by_layer(specs, budget=0.8)) as handle, torch.no_grad():
             cache = PolicyCache(model, new=4)
-            steps(model, cache, 20, 4)
+            for count in (20, 1, 1, 1, 1):
+                model(ids(count), cache=cache)
             assert not handle.policy.reads_part and not handle.policy.undoes_rotation
             assert kvpolicy.plan(model, handle.policy, prompt=20, new=4).nbytes == cache.nbytes
     both = Policy.by_layer(["h2o@0.5", "window@0.5"] * (depth // 2), budget=0.8)
@@ -464,18 +427,10 @@ def test_layers_that_no_policy_manages_have_no_part() -> None:
         kvpolicy.attach(model, Policy.by_layer(["h2o@0.5"], budget=0.8))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        5,
-        {"layers": 5},
-        {"layers": [5], "budget": 0.1},
-        {"layers": ["h2o"], "budget": 0.1},
-        {"layers": [{}]},
-        {"layers": [{}], "budget": 0.2, "codec": {}},
-        {"layers": [], "budget": 0.2},
-    ],
-)
+WRONG: list[Any] = [5, {"layers": 5}, {"layers": [{}]}, {"layers": [{}], "budget": 0.2, "codec": {}}]
+
+
+@pytest.mark.parametrize("content", [*WRONG, *({"layers": layers, "budget": 0.1} for layers in ([5], ["h2o"], []))])
 def test_data_that_describes_no_policy(content: Any) -> None:
     with pytest.raises(KVPolicyError):
         Policy.from_dict(content)

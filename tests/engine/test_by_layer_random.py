@@ -13,22 +13,15 @@ from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.testing import check_cache
 from tests.conformance.models import build
-from tests.conformance.play import make_batch
+from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import words
 from tests.sampling import product
 
 KIVI = "kivi:group_size=4:residual_length=4"
 CODED = "tokenwise:group_size=4:residual_length=4:block_size=4"
+PLAIN = ("h2o", "snapkv", "window", "tova", "streaming", "expected", "kvcrush", "keydiff", "scissorhands")
 EVICTING = [
-    words("h2o"),
-    words("snapkv"),
-    words("window"),
-    words("tova"),
-    words("streaming"),
-    words("expected"),
-    words("kvcrush"),
-    words("keydiff"),
-    words("scissorhands"),
+    *map(words, PLAIN),
     words("snapkv", "merge"),
     *(words("h2o", codec) for codec in ("kivi", "kvquant", "csr", "rotate", "zipcache", "mikv", "gear", "staircase")),
     "uniform/adakv+h2o@0.5",
@@ -75,14 +68,15 @@ def test_held_planned_and_allowed(seed: int) -> None:
             planned = kvpolicy.plan(model, policy, batch=rows, prompt=lengths, new=new)
         except KVPolicyError as error:
             with pytest.raises(KVPolicyError, match="must be at least"):
-                model(ids[:, : max(lengths)], attention_mask=mask[:, : max(lengths)], cache=cache)
+                forward(model, ids, mask, 0, max(lengths), cache)
             assert "must be at least" in str(error)
             return
-        most = 0
-        for start, end in [(0, max(lengths)), *((at, at + 1) for at in range(max(lengths), max(lengths) + new))]:
-            model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache)
+        most = start = 0
+        for end in range(max(lengths), max(lengths) + new + 1):
+            forward(model, ids, mask, start, end, cache)
             check_cache(cache)
             most = max(most, cache.nbytes)
+            start = end
     assert planned.nbytes == cache.nbytes
     assert planned.resident_nbytes == cache.resident_nbytes
     if isinstance(policy.budget, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.engine.filled import attached, prompted
 from tests.engine.graphs import Graphs
 from tests.engine.parts import slots_of
-from tests.sampling import pairwise, product
+from tests.sampling import product
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -71,11 +71,9 @@ def once(
     Where no backend is named, the graph must write to static tensors alone: under this condition
     `mode="reduce-overhead"` records a CUDA graph instead of giving up.
     """
-    model = build(family, layers=layers)
     graphs = Graphs()
     counter = CompileCounterWithBackend(backend or graphs)  # pyright: ignore[reportArgumentType]
-    ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
-    with kvpolicy.attach(model, policy):
+    with attached(policy, rows, [PROMPT] + [1] * steps, family=family, layers=layers) as (model, ids, mask):
         eager = PolicyCache(model, new=steps)
         want = talk(model, ids, mask, [PROMPT] + [1] * steps, eager)[:, PROMPT:]
         compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -126,19 +124,14 @@ OTHERS = [
     "streaming+shadowkv:joint=true:read=8:page=2:rank=3:sinks=1:recent=2@0.5",
     words("full", "centroids", "kivi", budget="1.0"),
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
-    *(
-        policy
-        for policy in (
-            "squeeze+kvcrush@0.5",
-            "h2o:decode=grow@0.5",
-            "exact:read=8",
-            "uniform/adakv+h2o@0.5",
-            "uniform/adakv+h2o+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
-            "uniform/adakv+h2o+compensate+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
-            "tokenwise:block_size=4:residual_length=4+quest:read=8:dense=0",
-            "snapkv+quest:read=8:page=2:dense=0:resort=5@0.8",
-        )
-    ),
+    "squeeze+kvcrush@0.5",
+    "h2o:decode=grow@0.5",
+    "exact:read=8",
+    "uniform/adakv+h2o@0.5",
+    "uniform/adakv+h2o+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
+    "uniform/adakv+h2o+compensate+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
+    "tokenwise:block_size=4:residual_length=4+quest:read=8:dense=0",
+    "snapkv+quest:read=8:page=2:dense=0:resort=5@0.8",
 ]
 
 
@@ -152,14 +145,6 @@ def test_one_graph_for_all_steps(policy: str) -> None:
 def test_two_hundred_steps(codec: str) -> None:
     """Every block is coded many times over, and nothing compiles again."""
     once(words("h2o", codec), [PROMPT, 15], steps=200)
-
-
-PAIRS = [words(*row) for row in pairwise(["uniform", "squeeze"], SELECTORS, CODECS)]
-
-
-@product("policy", PAIRS, sample=[])
-def test_one_graph_for_every_pair(policy: str) -> None:
-    once(policy, [PROMPT, 15])
 
 
 def test_layers_of_different_policies() -> None:
@@ -189,9 +174,7 @@ def test_inductor(policy: str) -> None:
 @product("given", [False, True], sample=[(True,)])
 def test_a_compiled_model_without_a_cache(given: bool) -> None:
     """The policy is at work, with the same result, or one sentence says why not: never the stock cache."""
-    model = build("llama", layers=1)
-    ids, mask = make_batch([PROMPT], [PROMPT])
-    with kvpolicy.attach(model, "h2o@0.5"), torch.no_grad():
+    with attached("h2o@0.5", [PROMPT], [PROMPT], layers=1) as (model, ids, mask), torch.no_grad():
         want = forward(model, ids, mask, 0, PROMPT, PolicyCache(model))
         compiled = torch.compile(model, backend="eager")
         try:
@@ -223,15 +206,10 @@ def test_a_forgotten_tick_is_an_error(policy: str) -> None:
 @pytest.mark.parametrize("due", [[[0], [2], [1], [2]], [[0, 1, 2]] * 3], ids=["one row", "all rows"])
 def test_a_flush_is_one_graph(due: list[list[int]], backend: str) -> None:
     """Coding a block traces whole, needs no sync, and does what eager code does, whichever row is due."""
-    model = build("llama", layers=1)
-    ids, mask = make_batch([PROMPT, PROMPT - 1, PROMPT - 2], [PROMPT] + [1] * STEPS)
-    caches: list[PolicyCache] = []
-    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.9"):
-        for _ in range(2):
-            caches.append(PolicyCache(model))
-            forward(model, ids, mask, 0, PROMPT, caches[-1])
+    policy = "h2o+kivi:group_size=4:residual_length=4@0.9"
+    with attached(policy, [PROMPT, PROMPT - 1, PROMPT - 2], [PROMPT], layers=1) as (model, ids, mask):
+        eager, traced = (prompted(model, ids, mask, PROMPT).policy_layers[0].store for _ in range(2))
     counter = CompileCounterWithBackend(backend)
-    eager, traced = (cache.policy_layers[0].store for cache in caches)
     compiled = torch.compile(SlotGeometry.demote, backend=counter, fullgraph=True)
     for step, rows in enumerate(due):
         for layer in (eager, traced):  # a full exact part, as after enough steps
@@ -253,33 +231,23 @@ CENTERS = [words("h2o", "tokenwise"), words("h2o", "quest"), "uniform/adakv+h2o+
 """Policies that are compiled first: with codes, with a reader and with budgets of heads."""
 POLICIES = list(dict.fromkeys([*METHODS, REUSE, *OTHERS, *(words("h2o", codec) for codec in CODECS)]))
 CHAINS = [POLICIES[start : start + 5] for start in range(0, len(POLICIES), 5)]
-EACH = 4
-"""Of so many chains or codecs one is compiled before an issue is closed, and the others by `pytest -m full`."""
+MARKS = [pytest.mark.slow if number % 4 == 0 else pytest.mark.full for number in range(len(CHAINS))]
+"""Each takes a minute: one of four is compiled before an issue is closed, and the others by `pytest -m full`."""
 LENGTHS = (24, 37, 31)
 """Tokens of prompts, in turn."""
 
 
-def some(cases: Iterable[Any]) -> list[Any]:
-    """Cases with the markers of their jobs: they take a minute each."""
-    marks = pytest.mark.slow, pytest.mark.full
-    return [pytest.param(case, marks=marks[number % EACH > 0]) for number, case in enumerate(cases)]
-
-
-def compile_steps(monkeypatch: pytest.MonkeyPatch, policy: str, prompt: int) -> None:
-    """One graph for all steps of a policy behind a prompt; functions for many slots are compiled also with a few."""
+def check_chain(monkeypatch: pytest.MonkeyPatch, policies: Sequence[str]) -> None:
+    """One graph for all steps of each policy; functions for many slots are compiled also with a few."""
     compile_all(monkeypatch)
     monkeypatch.setattr(words_of_codes, "HAS_WIDE_VECTORS", True)  # also where the processor has none
-    model: Any = build("llama", layers=2 if policy == REUSE or "minicache" in policy else 1)
-    with kvpolicy.attach(model, policy):
-        steps: Any = torch.compile(model, backend="eager", fullgraph=True)
-        decode(model, steps, [prompt], 3)
-
-
-def check_chain(monkeypatch: pytest.MonkeyPatch, policies: Sequence[str]) -> None:
     # A model's forward has one code object, of which each policy has a compilation or two.
     with torch._dynamo.config.patch(recompile_limit=64):
         for number, policy in enumerate(policies):
-            compile_steps(monkeypatch, policy, LENGTHS[number % len(LENGTHS)])
+            model: Any = build("llama", layers=2 if policy == REUSE or "minicache" in policy else 1)
+            with kvpolicy.attach(model, policy):
+                compiled = torch.compile(model, backend="eager", fullgraph=True)
+                decode(model, compiled, [LENGTHS[number % len(LENGTHS)]], 3)
 
 
 def test_a_policy_compiles_after_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,16 +255,11 @@ def test_a_policy_compiles_after_another_one(monkeypatch: pytest.MonkeyPatch) ->
     check_chain(monkeypatch, [f"h2o+kivi:bits={bits}:group_size=4:residual_length=4@0.5" for bits in (4, 2)])
 
 
-@pytest.mark.parametrize("number", some(range(len(CHAINS))))
+@pytest.mark.parametrize("number", [pytest.param(number, marks=mark) for number, mark in enumerate(MARKS)])
 def test_every_policy_compiles_after_others(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """After one of the centers, and before another."""
-    check_chain(monkeypatch, [CENTERS[number % 3], *CHAINS[number], CENTERS[(number + 1) % 3]])
-
-
-@pytest.mark.parametrize("first", some(CODECS))
-def test_every_codec_compiles_before_and_after_kivi(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """After one of the centers, and before another; after `kivi`, and before it."""
     kivi = words("h2o", "kivi")
-    check_chain(monkeypatch, [kivi, words("h2o", first), kivi])
+    check_chain(monkeypatch, [kivi, CENTERS[number % 3], *CHAINS[number], CENTERS[(number + 1) % 3], kivi])
 
 
 def test_a_size_that_changed_is_a_number() -> None:

@@ -21,15 +21,16 @@ accelerate = pytest.importorskip("accelerate")
 
 POLICIES = ["squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5", "snapkv@0.5", "full"]
 
+LAYERS = [f"model.layers.{index}" for index in range(3)]
+PARTS = ["model.embed_tokens", "model.rotary_emb", *LAYERS, "model.norm", "lm_head"]
+
 
 @pytest.fixture(params=["cpu", "disk"])
 def spread(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any]:
     """A model that is hooked by accelerate: dispatched, or its weights on disk; `test_features.py` has those on CPU."""
     model = copy.deepcopy(build("llama"))
     if request.param == "cpu":
-        places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-        places |= {f"model.layers.{index}": "cpu" for index in range(3)}
-        model = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+        model = accelerate.dispatch_model(model, dict.fromkeys(PARTS, "cpu"), main_device="cpu", force_hooks=True)
     else:
         model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     yield model
@@ -61,8 +62,8 @@ def test_like_one_device(spread: Any, policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_devices(policy: str) -> None:
     """Layers on an accelerator and on the CPU: each layer's slots are where its keys are."""
-    places: dict[str, Any] = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": 0, "model.layers.1": 0, "model.layers.2": "cpu"}
+    places: dict[str, Any] = dict.fromkeys(PARTS, 0)
+    places |= dict.fromkeys(["model.norm", "lm_head", "model.layers.2"], "cpu")
     model = accelerate.dispatch_model(copy.deepcopy(build("llama")), places, main_device=0)
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine import layer_store, reranking
 from kvpolicy.engine.due_rows import Rows, due_rows
@@ -18,10 +17,9 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import View, rerank_every
 from kvpolicy.registry import lookup
 from kvpolicy.testing import check_cache
-from tests.conformance.models import build, layers_for
-from tests.conformance.play import forward, make_batch
+from tests.conformance.models import layers_for
 from tests.conformance.policies import CODECS, SELECTORS, words
-from tests.engine.filled import prompted
+from tests.engine.filled import attached, prompted, steps
 from tests.sampling import product
 
 LENGTHS = [38, 37, 36, 35, 33, 32, 31, 30]
@@ -33,35 +31,17 @@ BLOCKS = [name for name in CODECS if lookup(name)[1]().traits.block]
 RERANKING = [name for name in SELECTORS if rerank_every(lookup(name)[1]())]
 
 
-def due_now(store: LayerStore) -> list[int]:
-    """The rows with a full buffer."""
-    full = store.geometry.full_rows()
-    return [] if full is None else full.nonzero()[:, 0].tolist()
-
-
-def run(
-    policy: str, told: Callable[[PolicyCache], None] = lambda cache: None, rows: list[int] | None = None
-) -> tuple[PolicyCache, Tensor]:
-    """The cache after a ragged prompt and decode steps, and the logits of these; it is `told` after each forward.
-
-    With `rows`, no others are in the batch.
-    """
-    model = build("llama", layers=layers_for(policy))
-    ids, mask = make_batch(LENGTHS, [LENGTHS[0]] + [1] * STEPS)
-    for row, steps in enumerate(IDLE):
-        mask[row, LENGTHS[0] : LENGTHS[0] + steps] = 0
-    some = [*range(len(LENGTHS))] if rows is None else rows
-    ids = ids[some]
-    mask = mask[some]
-    with kvpolicy.attach(model, policy):
-        cache = prompted(model, ids, mask, LENGTHS[0], prompt=[LENGTHS[row] for row in some], new=STEPS)
-        told(cache)
-        logits: list[Tensor] = []
-        for column in range(LENGTHS[0], LENGTHS[0] + STEPS):
-            logits.append(forward(model, ids, mask, column, column + 1, cache))
-            told(cache)
+def run(policy: str, prefilled: Callable[[PolicyCache], None] = lambda cache: None) -> tuple[PolicyCache, Tensor]:
+    """The cache after a ragged prompt, when it is shown, and decode steps, and the logits of these."""
+    turns = [LENGTHS[0]] + [1] * STEPS
+    with attached(policy, LENGTHS, turns, layers=layers_for(policy)) as (model, ids, mask):
+        for row, count in enumerate(IDLE):
+            mask[row, LENGTHS[0] : LENGTHS[0] + count] = 0
+        cache = prompted(model, ids, mask, LENGTHS[0], prompt=LENGTHS, new=STEPS)
+        prefilled(cache)
+        logits = steps(model, ids, mask, LENGTHS[0], sum(turns), cache)
     check_cache(cache)
-    return cache, torch.cat(logits, 1)
+    return cache, logits
 
 
 def of_all_rows(due: Tensor | None) -> list[Rows]:
@@ -94,17 +74,14 @@ PAGED = "uniform/adakv+h2o+tokenwise:residual_length=4:block_size=4@0.5"
 LOW_RANK = "h2o+gear:bits=4:group_size=4:rank=2:residual_length=4@0.5"
 POLICIES = [*(words("h2o", codec) for codec in BLOCKS), PAGED, LOW_RANK]
 EVERY = [(policy,) for policy in POLICIES]
-
-
-def spy(kind: Any, name: str, told: list[int], patch: pytest.MonkeyPatch) -> None:
-    """Tell how many rows the arguments of a method of a class have."""
-    real = getattr(kind, name)
-
-    def call(self: Any, *given: Any) -> Any:
-        told.append(next(len(argument) for argument in given if isinstance(argument, Tensor)))
-        return real(self, *given)
-
-    patch.setattr(kind, name, call)
+READING = [
+    "full+kivi:group_size=4:residual_length=4+quest:read=8:page=2:dense=0@1.0",
+    "h2o+zipcache:recode_every=5+exact:read=6@0.5",
+    "h2o+zipcache:recode_every=5+retrieval:recent=1:read=6:cluster=3:sinks=2@0.5",
+    "window+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3+reuse:every=2:dense=0:full=false/exact:read=6@0.5",
+    "window+zipcache:recode_every=5+reuse:every=2:dense=0:full=false/exact:read=6@0.5",
+]
+"""Policies with an index."""
 
 
 @product("policy", POLICIES, sample=EVERY)
@@ -116,49 +93,35 @@ def test_only_due_rows_are_encoded(policy: str, monkeypatch: pytest.MonkeyPatch)
     real = LayerStore.demote
 
     def demote(self: LayerStore) -> None:
-        due = due_now(self)
+        full = self.geometry.full_rows()
+        due = 0 if full is None else int(full.sum())
         encoded.clear()
         real(self)
-        assert all(count <= len(due) for count in encoded), f"{len(due)} rows are due, and {encoded} are encoded"
+        assert all(count <= due for count in encoded), f"{due} rows are due, and {encoded} are encoded"
         group = self.contents.group
         demotion = self.spec.codec_traits.demotion
         if len(self.spec.stages) == 1 and (demotion is None or not demotion.recodes):
             waits = group is not None and self.contents.number == 0
-            assert sum(encoded) == (0 if waits else len(due))
-        dues.append(len(due))
+            assert sum(encoded) == (0 if waits else due)
+        dues.append(due)
         written.append(sum(encoded))
 
     def watch(cache: PolicyCache) -> None:
-        if not dues_begin:
-            dues_begin.append(len(dues))
-            for kind in {type(stage) for layer in cache.policy_layers for stage in layer.store.spec.stages}:
-                spy(kind, "write_group" if hasattr(kind, "write_group") else "write", encoded, monkeypatch)
+        for kind in {type(stage) for layer in cache.policy_layers for stage in layer.store.spec.stages}:
+            name = "write_group" if hasattr(kind, "write_group") else "write"
+            monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
 
-    dues_begin: list[int] = []
+    def counted(write: Any) -> Any:
+        def call(self: Any, *given: Any) -> Any:
+            encoded.append(next(len(argument) for argument in given if isinstance(argument, Tensor)))
+            return write(self, *given)
+
+        return call
+
     monkeypatch.setattr(LayerStore, "demote", demote)
-    run(policy, told=watch)
+    run(policy, watch)
     assert 0 < max(dues) < len(LENGTHS), "some rows are due where others are not"
     assert sum(written)
-
-
-@product("policy", POLICIES, sample=EVERY)
-def test_what_is_held_is_what_work_on_all_rows_would_leave(policy: str) -> None:
-    """Bit for bit, in every tensor of every layer, after many steps."""
-    check_alike(policy)
-
-
-READING = [
-    "full+kivi:group_size=4:residual_length=4+quest:read=8:page=2:dense=0@1.0",
-    "h2o+zipcache:recode_every=5+exact:read=6@0.5",
-    "h2o+zipcache:recode_every=5+retrieval:recent=1:read=6:cluster=3:sinks=2@0.5",
-    "window+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3+reuse:every=2:dense=0:full=false/exact:read=6@0.5",
-    "window+zipcache:recode_every=5+reuse:every=2:dense=0:full=false/exact:read=6@0.5",
-]
-
-
-@product("policy", READING, sample=[(policy,) for policy in READING])
-def test_so_does_the_index_of_a_reader(policy: str) -> None:
-    check_alike(policy)
 
 
 @product("selector", RERANKING, sample=[(RERANKING[0],), (RERANKING[-1],)])
@@ -185,8 +148,9 @@ def test_only_due_rows_are_ranked_again(selector: str, monkeypatch: pytest.Monke
     assert sum(ranked) == sum(dues) > 0 and min(ranked) < len(LENGTHS)
 
 
-def check_alike(policy: str) -> None:
-    """Logits, and every tensor of every layer, are what they would be if one due row made the work of all."""
+@product("policy", [*POLICIES, *READING], sample=[*EVERY, *((policy,) for policy in READING)])
+def test_what_is_held_is_what_work_on_all_rows_would_leave(policy: str) -> None:
+    """Bit for bit: logits, and every tensor of every layer."""
     mine, logits = run(policy)
     with pytest.MonkeyPatch.context() as patch:
         for module in (layer_store, reranking):

@@ -35,24 +35,17 @@ def generate(model: Any, policy: str, **how: Any) -> Any:
     return out, handle.cache.policy_layers[0].positions
 
 
-@product("family", NAMES, sample=SAMPLE)
-def test_beams(family: str) -> None:
-    model = build(family, layers=layers_for("", family))
-    stock, _ = generate(model, "", num_beams=2)
-    ours, _ = generate(model, ROOMY, num_beams=2)
-    assert torch.equal(ours, stock)
-    _, positions = generate(model, SMALL, num_beams=2)
-    assert len(positions) == 4  # two beams of two rows
-    assert ((positions >= 0).sum(-1) <= 12).all()
+WAYS: dict[str, dict[str, Any]] = {"beams": {"num_beams": 2}, "chunks": {"prefill_chunk_size": 7}}
 
 
-@product("family", NAMES, sample=SAMPLE)
-def test_chunks(family: str) -> None:
+@product("family,way", NAMES, [*WAYS], sample=[(*row, way) for row in SAMPLE for way in WAYS])
+def test_beams_and_chunks(family: str, way: str) -> None:
     model = build(family, layers=layers_for("", family))
-    stock, _ = generate(model, "")
-    ours, _ = generate(model, ROOMY, prefill_chunk_size=7)
+    stock, _ = generate(model, "", **(WAYS[way] if way == "beams" else {}))
+    ours, _ = generate(model, ROOMY, **WAYS[way])
     assert torch.equal(ours, stock)
-    _, positions = generate(model, SMALL, prefill_chunk_size=7)
+    _, positions = generate(model, SMALL, **WAYS[way])
+    assert len(positions) == (4 if way == "beams" else 2)  # two beams of each row
     assert ((positions >= 0).sum(-1) <= 12).all()
 
 

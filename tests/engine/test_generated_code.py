@@ -6,14 +6,20 @@ Vectors of one number for each slot, such as scores and positions, are exempt: a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.cpu_vec_isa import VecAVX2
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ComputedBuffer, MutationLayoutSHOULDREMOVE
+from torch._inductor.virtualized import V
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -32,11 +38,104 @@ from kvpolicy.statistics import Forward
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
-from tests.engine.generated_code import Generated, Write, generated
 from tests.engine.parts import slots_of
 from tests.sampling import product
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+
+
+class Write(NamedTuple):
+    """A write of one kernel to a buffer, or in place to an input: how many elements, and by which operations."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+    in_place: bool
+    operations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As a line of a failing test."""
+        where = "in place" if self.in_place else "to a new buffer"
+        return f"{self.elements:,} elements of {list(self.shape)} {self.dtype} {where}: {', '.join(self.operations)}"
+
+
+class Generated(NamedTuple):
+    """What inductor makes of a function: every write to memory, and shape and dtype of every input of the graph."""
+
+    writes: list[Write]
+    inputs: list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class _Done(Exception):
+    """The code is known, and need not be compiled."""
+
+
+def generated(function: Callable[..., Any], *args: Any) -> Generated:
+    """What inductor generates for a call that is one graph.
+
+    It is read between scheduling and the C++ compiler: what is fused is known by then, and nothing runs.
+    """
+    writes: list[Write] = []
+    inputs: list[tuple[tuple[int, ...], torch.dtype]] = []
+    codes: list[str] = []
+
+    def look(nodes: list[Any]) -> list[Any]:
+        held: dict[str, Any] = V.graph.graph_inputs
+        inputs.extend((_ints(box.get_size()), box.get_dtype()) for box in held.values() if hasattr(box, "get_size"))
+        writes.extend(write for node in nodes for part in node.get_nodes() for write in _writes(part, held))
+        return nodes
+
+    def stop(code: str) -> None:
+        codes.append(code)
+        raise _Done
+
+    torch.compiler.reset()
+    patched = config.patch(_post_fusion_custom_pass=look, fx_graph_cache=False)
+    # Inductor would compile a program for each instruction set that the processor has, to see which ones work.
+    one_set = mock.patch("torch._inductor.cpu_vec_isa.valid_vec_isa_list", lambda: [VecAVX2()])
+    stopped = mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop))
+    with patched, one_set, stopped, torch.no_grad():
+        try:
+            torch.compile(function, fullgraph=True, dynamic=False)(*args)
+        except Exception:
+            if not codes:
+                raise
+    torch.compiler.reset()
+    (code,) = codes
+    used = set(re.findall(r"\bbuf\d+\b", code))
+    # A buffer that only its own kernel reads is never in memory, and the code does not name it.
+    return Generated([write for write in writes if write.in_place or write.buffer in used], inputs)
+
+
+def _writes(node: Any, inputs: dict[str, Any]) -> list[Write]:
+    """The writes of one node of the schedule."""
+    ir: Any = node.node
+    operations = tuple(sorted({str(origin.target) for origin in ir.get_origins() if origin.op == "call_function"}))
+    found: list[Write] = []
+    for output in node.get_outputs():
+        buffer: Any = output.node
+        targets: list[str] = [name for name in output.get_mutations() if name in inputs]
+        if isinstance(ir, ComputedBuffer):
+            # A scatter iterates over what it writes, and not over its target.
+            elements = math.prod(_ints(ir.data.ranges))
+        elif targets:
+            elements = max(math.prod(_ints(inputs[name].get_size())) for name in targets)
+        elif buffer.has_tensor_output():
+            elements = math.prod(_ints(buffer.get_size()))
+        else:
+            continue
+        is_new = not targets and not isinstance(buffer.get_output_spec(), MutationLayoutSHOULDREMOVE)
+        written = [inputs[name] for name in targets] if targets else [buffer] * is_new
+        for one in written:
+            form = one.get_name(), _ints(one.get_size()), one.get_dtype()
+            found.append(Write(*form, elements, bool(targets), operations))
+    return found
+
+
+def _ints(sizes: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
 
 HEADS = 2
 DIM = 32
@@ -49,9 +148,6 @@ MERGING = [f"h2o+{name}" for name in names("merger") if lookup(name)[1]().traits
 SELECTORS = [*names("selector"), *MERGING]
 CODECS = [*names("codec")]
 STEPS = ["append", "demote"]
-
-EXCEPTIONS: dict[tuple[str, str, str], str] = {}
-"""Selector or codec, step, and a part of what is written: why it cannot be avoided. There is nothing to excuse now."""
 
 
 def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
@@ -135,11 +231,7 @@ def test_no_copy_of_the_cache(
     store = make_store(selector, codec, tmp_path)
     appended = 2 if selector in MERGING else 1  # the new token, and the slot that takes in the evicted one
     found = copies(step_code(store, step), store, appended if step == "append" else store.spec.codec.traits.block)
-    excused = [part for name, at, part in EXCEPTIONS if name in (selector, codec) and at == step]
-    left = [write for write in found if not any(part in str(write) for part in excused)]
-    assert not left, "\n".join(map(str, left))
-    unused = [part for part in excused if not any(part in str(write) for write in found)]
-    assert not unused, f"these exceptions are not needed: {unused}"
+    assert not found, "\n".join(map(str, found))
 
 
 def scattered(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = None) -> None:
@@ -155,18 +247,18 @@ def rebuilt(target: Tensor, slots: Tensor, data: Tensor, index: Tensor | None = 
     target.copy_(torch.where(at, data, target))
 
 
-@pytest.mark.parametrize("write", [scattered, rebuilt])
-def test_copies_are_found(write: Callable[..., None], tmp_path: Path) -> None:
-    store = make_store("window", "plain", tmp_path)
-    with mock.patch.object(slot_writer, "write_slots", write):
-        found = copies(step_code(store, "append"), store, 1)
-    assert len(found) >= 2, "keys and values"
-    assert all(one.elements == HEADS * SLOTS * DIM for one in found)
-
-
-@pytest.mark.slow
-def test_copies_of_codes_are_found(tmp_path: Path) -> None:
-    store = make_store("h2o", "kivi", tmp_path)
-    with mock.patch.object(slot_writes, "write_slots", scattered):
-        found = copies(step_code(store, "demote"), store, store.spec.codec.traits.block)
-    assert len({one.shape for one in found}) >= 3, "codes, scales of values, scales of keys"
+@pytest.mark.parametrize(
+    ("codec", "step", "module", "write", "shapes"),
+    [
+        ("plain", "append", slot_writer, scattered, 1),  # of keys and values
+        ("plain", "append", slot_writer, rebuilt, 1),
+        pytest.param("kivi", "demote", slot_writes, scattered, 3, marks=pytest.mark.slow),  # codes and two scales
+    ],
+)
+def test_copies_are_found(
+    codec: str, step: str, module: Any, write: Callable[..., None], shapes: int, tmp_path: Path
+) -> None:
+    store = make_store("h2o", codec, tmp_path)
+    with mock.patch.object(module, "write_slots", write):
+        found = copies(step_code(store, step), store, store.spec.codec.traits.block or 1)
+    assert len(found) >= 2 and len({one.shape for one in found}) >= shapes

@@ -17,10 +17,7 @@ from tests.conformance.models import build, layers_for
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import words
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 _CENTER = {"allocator": "uniform", "selector": "h2o", "merger": "drop", "codec": "plain", "reader": "all"}
 
@@ -46,7 +43,6 @@ def keep(policy: str, model: Any, device: str) -> tuple[list[Tensor], Tensor]:
 
 NAMES = [name for name in names() if name != "duo"]
 """`duo` has heads of a model that was trained, and is `even` or `adakv` but for that."""
-
 
 HOST = [
     "full+quest:read=8:page=2:dense=0:host=true",

@@ -14,7 +14,7 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.invariants import check_invariants
-from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.protocols import HeadRequest
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy.testing.part_checks import check_divided
 from tests.conformance.extremes import EXTREMES
@@ -25,7 +25,7 @@ CODEC = "tokenwise:group_size=2:residual_length=3:block_size=4"
 ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=0.5), Even()]
 
 
-def walk(seed: int, merger: str = "drop") -> None:
+def walk(seed: int, merger: str) -> None:
     """A prompt, then steps, chunks, rejected drafts and choices of rows; the slow version of each row goes along."""
     dice = Random(seed)
     selector = dice.choice([*SELECTORS])
@@ -65,31 +65,21 @@ def reject(run: Run, tokens: int) -> None:
     run.check()
 
 
-@product("seed", range(3000), sample=[(seed,) for seed in range(16)])
-def test_uneven_attention(seed: int) -> None:
+SAMPLE = [*((seed, "drop") for seed in range(16)), *((seed, "compensate") for seed in range(10))]
+
+
+@product("seed,merger", range(3000), ["drop", "compensate"], sample=SAMPLE)
+def test_uneven_attention(seed: int, merger: str) -> None:
     with contextlib.suppress(NearTie):
-        walk(seed)
+        walk(seed, merger)
 
 
-@product("seed", range(3000), sample=[(seed,) for seed in range(10)])
-def test_merges_under_uneven_attention(seed: int) -> None:
-    with contextlib.suppress(NearTie):
-        walk(seed, "compensate")
-
-
-class Greedy:
+class Greedy(Even):
     """A head allocator that gives the first head all pages."""
-
-    compares_heads = False
-
-    def check(self, model: ModelInfo) -> None:
-        """Any model will do."""
 
     def divide(self, request: HeadRequest) -> Tensor:
         """All pages to the first head."""
-        pages = torch.zeros(len(request.pages), HEADS, dtype=torch.int64)
-        pages[:, 0] = request.pages
-        return pages
+        return torch.nn.functional.pad(request.pages[:, None], (0, HEADS - 1))
 
 
 @pytest.mark.parametrize("codec", ["plain", CODEC])
@@ -116,13 +106,11 @@ def test_a_step_writes_nothing_where_a_head_owns_no_page(codec: str, backend: st
         return store.append(q, k, v, None, ScoreTransform(SCALE))
 
     torch._dynamo.reset()
-    held = [t.clone() for t in (store.tensors.positions, store.tensors.keys, store.tensors.values)]
+    held = (store.tensors.positions, store.tensors.keys, store.tensors.values)
+    before = [t.clone() for t in held]
     with pytest.raises(RuntimeError, match=NO_PAGE):
         torch.compile(step, fullgraph=True, backend=backend)(*run.draw(1))
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(held, (store.tensors.positions, store.tensors.keys, store.tensors.values), strict=True)
-    )
+    assert all(map(torch.equal, held, before))
 
 
 def test_a_row_without_a_token_may_have_no_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ SMALL = "snapkv:window=4:kernel=3@0.5"
 CODES = "tokenwise:group_size=4:residual_length=4:block_size=4"
 
 
-def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **how: Any) -> tuple[list[Tensor], Tensor]:
-    """Positions and the last logits after two announced prompts and steps; the first prompt comes in pieces."""
+def outcome(
+    model: Any, policy: str, lengths: list[int], pieces: list[int], later: list[int] = TURNS[3:4], **how: Any
+) -> tuple[list[Tensor], Tensor]:
+    """Positions and the last logits after two announced prompts, which come in pieces, and steps."""
     ids, mask = make_batch(lengths, TURNS)
     with kvpolicy.attach(model, policy, **how):
         cache = PolicyCache(model, prompt=lengths, new=3)
@@ -45,10 +48,11 @@ def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **ho
             start += turn
             check_cache(cache)
         cache.expect([length + 9 for length in lengths], 1)
-        for turn in [4, 3, 1] if how.get("chunks") else [7, 1]:
+        for turn in [*later, 1]:
             logits = forward(model, ids, mask, start, start + turn, cache)
             start += turn
             check_cache(cache)
+    assert cache.policy_layers[0].pending is None
     return [layer.head_positions.sort(-1).values for layer in cache.policy_layers], logits[:, -1]
 
 
@@ -75,8 +79,8 @@ def test_what_one_piece_keeps(policy: str) -> None:
     lengths = [26, 11]
     positions, logits = outcome(model, policy, lengths, [26])
     for tile in (None, 5):
-        found, last = outcome(model, policy, lengths, [12, 9, 5], chunks="hold", tile=tile)
-        assert all(torch.equal(*pair) for pair in zip(found, positions, strict=True))
+        found, last = outcome(model, policy, lengths, [12, 9, 5], [4, 3], chunks="hold", tile=tile)
+        assert all(map(torch.equal, found, positions))
         torch.testing.assert_close(last, logits, atol=0.3 if CODES in policy else 1e-3, rtol=1e-3)
 
 
@@ -92,8 +96,8 @@ def test_generate_holds_its_chunks() -> None:
 
 def test_a_prompt_that_is_not_announced_is_not_held() -> None:
     with attached(SMALL, [26], [26], chunks="hold") as (model, ids, mask):
-        cache = prompted(model, ids, mask, 20)
-        assert cache.policy_layers[0].pending is None and cache.policy_layers[0].positions.shape[-1] == 10
+        layer = prompted(model, ids, mask, 20).policy_layers[0]
+        assert layer.pending is None and layer.positions.shape[-1] == 10
 
 
 def test_chunks_that_are_compressed_by_their_own_queries_warn_once() -> None:
@@ -115,20 +119,12 @@ def test_chunks_that_are_compressed_by_their_own_queries_warn_once() -> None:
         forward(model, ids, mask, 0, 26, PolicyCache(model))
 
 
-def test_other_words_are_refused() -> None:
-    model = build("llama")
-    with pytest.raises(KVPolicyError, match="chunks must be 'select' or 'hold', got 'keep'"):
-        kvpolicy.attach(model, SMALL, chunks="keep")  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "squeeze+kvzip:chunk=16@0.5"])
 def test_rows_are_chosen_between_held_chunks(policy: str) -> None:
-    model = build("llama")
-    ids, mask = make_batch([26, 11], [26])
     rows = torch.tensor([1, 0, 1])
     budgets: list[list[list[int]]] = []
     for early in (True, False):
-        with kvpolicy.attach(model, policy, chunks="hold"):
+        with attached(policy, [26, 11], [26], chunks="hold") as (model, ids, mask):
             cache = prompted(model, ids, mask, 18, prompt=[26, 11])
             if early:
                 cache.batch_select_indices(rows)
@@ -152,29 +148,15 @@ def test_a_held_chunk_is_not_cropped_in_part() -> None:
 
 
 HELD = [SMALL, "squeeze+h2o@0.5", "squeeze+kvzip:chunk=9:sinks=2@0.3"]
-PIECES = [[1, 6], [1] * 7, [7], [3, 4]]
+PIECES = [[1, 6], [1] * 7, [7]]
 
 
 @product("policy,pieces", HELD, PIECES, sample=each_once(HELD, PIECES), ids=str)
 def test_a_later_prompt_is_held_even_if_it_begins_with_one_token(policy: str, pieces: list[int]) -> None:
     model = build("llama")
-    ids, mask = make_batch([26, 11], TURNS)
-    found: list[tuple[list[Tensor], Tensor]] = []
-    for chunks, turns in (("select", [26, 1, 1, 7, 1]), ("hold", [26, 1, 1, *pieces, 1])):
-        with kvpolicy.attach(model, policy, chunks=chunks):  # pyright: ignore[reportArgumentType]
-            cache = PolicyCache(model, prompt=[26, 11], new=10)
-            start = 0
-            logits = torch.zeros(0)
-            for number, turn in enumerate(turns):
-                if number == 3:
-                    cache.expect([35, 20], 1)
-                logits = forward(model, ids, mask, start, start + turn, cache)
-                start += turn
-                check_cache(cache)
-        assert cache.policy_layers[0].pending is None
-        found.append(([layer.head_positions.sort(-1).values for layer in cache.policy_layers], logits[:, -1]))
-    (expected, last), (positions, own) = found
-    assert all(torch.equal(*pair) for pair in zip(positions, expected, strict=True))
+    expected, last = outcome(model, policy, [26, 11], [26])
+    positions, own = outcome(model, policy, [26, 11], [26], later=pieces, chunks="hold")
+    assert all(map(torch.equal, positions, expected))
     torch.testing.assert_close(own, last, atol=1e-3, rtol=1e-3)
 
 
@@ -187,16 +169,6 @@ def test_a_last_chunk_of_one_token_has_the_arguments_of_its_attention() -> None:
         for start, stop in ((0, 25), (25, 26)):
             forward(model, ids, mask, start, stop, cache)
     assert NOTED and all(isinstance(seen, Forward) for seen in NOTED)
-
-
-@pytest.mark.parametrize("chunks", ["select", "hold"])
-def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunks: Any) -> None:
-    with attached(SMALL, [26], [26], chunks=chunks) as (model, ids, mask):
-        cache = PolicyCache(model, prompt=[26, 11])
-        with pytest.raises(KVPolicyError, match="one length or one per row, got 2 lengths for 1 rows"):
-            forward(model, ids, mask, 0, 20, cache)
-        cache.announced = Announced(26)
-        forward(model, ids, mask, 0, 20, cache)
 
 
 @pytest.mark.parametrize("policy", ["full", "uniform/even+h2o:decode=grow@16", "h2o:decode=grow@16"])
@@ -229,25 +201,21 @@ def prompt(columns: int, seed: int, valid: list[list[bool]] | None = None) -> Pe
 
 def written(codec: Codec, tokens: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Keys and values of tokens that are written to a store one prompt after the other, head by head."""
-    rows = tokens[0][0].shape[0]
-    found: list[list[tuple[Tensor, Tensor]]] = []
-    for row in range(rows):
-        found.append([])
-        for head in range(tokens[0][0].shape[1]):
-            slots = sum(keys.shape[2] for keys, _, _ in tokens)
-            store = StageStore(codec.stages[0].alloc(1, 1, slots, 8, "cpu"), ())
-            occupied = torch.zeros(1, 1, slots, dtype=torch.bool)
-            start = 0
-            for keys, values, valid in tokens:
-                at = torch.arange(start, start + keys.shape[2])[None, None]
-                k, v = (t[row : row + 1, head : head + 1] for t in (keys, values))
-                codec.stages[0].write(store, k, v, at, valid[row][None, None], occupied)
-                occupied[..., start : start + keys.shape[2]] = valid[row]
-                start += keys.shape[2]
-            every = slice(0, slots)
-            found[-1].append((codec.stages[0].keys(store, every)[0, 0], codec.stages[0].values(store, every)[0, 0]))
-    keys, values = (torch.stack([torch.stack([pair[side] for pair in row]) for row in found]) for side in (0, 1))
-    return keys, values
+    slots = sum(keys.shape[2] for keys, _, _ in tokens)
+    every = torch.zeros(2, 2, 2, slots, 8)
+    for row, head in itertools.product(range(2), range(2)):
+        store = StageStore(codec.stages[0].alloc(1, 1, slots, 8, "cpu"), ())
+        occupied = torch.zeros(1, 1, slots, dtype=torch.bool)
+        start = 0
+        for keys, values, valid in tokens:
+            at = torch.arange(start, start + keys.shape[2])[None, None]
+            k, v = (t[row, head][None, None] for t in (keys, values))
+            codec.stages[0].write(store, k, v, at, valid[row][None, None], occupied)
+            occupied[..., at[0, 0]] = valid[row]
+            start += keys.shape[2]
+        every[0, row, head] = codec.stages[0].keys(store, slice(0, slots))
+        every[1, row, head] = codec.stages[0].values(store, slice(0, slots))
+    return every[0], every[1]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -282,6 +250,7 @@ def decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PolicyLayer, "keep", keep)
 
 
+ALONE = "must encode every token by itself for hold='codes', got .*; try tokenwise"
 WAITING = [
     f"kvzip:chunk=16+{CODES}@0.5",
     "kvzip:chunk=16:plus=true+tokenwise:group_size=4@0.5",
@@ -302,27 +271,24 @@ def test_what_is_kept_of_decoded_codes(
     positions, logits = outcome(model, policy, lengths, [26], hold="codes", tile=tile)
     decoded_at_once(monkeypatch)
     expected, last = outcome(model, policy, lengths, [26], tile=tile)
-    assert all(torch.equal(*pair) for pair in zip(positions, expected, strict=True))
+    assert all(map(torch.equal, positions, expected))
     torch.testing.assert_close(logits, last)
 
 
 def test_chunks_wait_in_codes() -> None:
     model = build("llama")
     policy = "window+tokenwise:bits=8:group_size=4:residual_length=4:block_size=4@0.6"
-    plain, logits = outcome(model, policy, [26, 11], [12, 9, 5], chunks="hold")
-    coded, close = outcome(model, policy, [26, 11], [12, 9, 5], chunks="hold", hold="codes")
-    assert all(torch.equal(*pair) for pair in zip(plain, coded, strict=True))
+    plain, logits = outcome(model, policy, [26, 11], [12, 9, 5], [4, 3], chunks="hold")
+    coded, close = outcome(model, policy, [26, 11], [12, 9, 5], [4, 3], chunks="hold", hold="codes")
+    assert all(map(torch.equal, plain, coded))
     assert not logits.equal(close)
     torch.testing.assert_close(logits, close, atol=0.05, rtol=0.05)
 
 
 def test_a_waiting_prompt_takes_the_bytes_of_its_codes() -> None:
-    model = build("llama")
-    ids, mask = make_batch([26], [26])
     bytes_of: dict[str, int] = {}
-    hold: Any
     for hold in ("plain", "codes"):
-        with kvpolicy.attach(model, "h2o+tokenwise@0.5", chunks="hold", hold=hold):
+        with attached("h2o+tokenwise@0.5", [26], [26], chunks="hold", hold=hold) as (model, ids, mask):
             cache = prompted(model, ids, mask, 20, prompt=26)
             forward(model, ids, mask, 20, 24, cache)
             check_cache(cache)
@@ -333,26 +299,21 @@ def test_a_waiting_prompt_takes_the_bytes_of_its_codes() -> None:
     assert bytes_of["codes"] < 0.5 * bytes_of["plain"]
 
 
-@pytest.mark.parametrize("policy", ["kvzip@0.5", "kvzip+kivi@0.5", "h2o+rotate@0.5", "h2o@0.5"])
-def test_codecs_that_do_not_encode_every_token_by_itself(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "how", "message"),
+    [
+        (SMALL, {"chunks": "keep"}, "chunks must be 'select' or 'hold', got 'keep'"),
+        ("kvzip+tokenwise@0.5", {"hold": "coded"}, "hold must be 'plain' or 'codes', got 'coded'; try hold='codes'"),
+        *((policy, {"hold": "codes"}, ALONE) for policy in ("kvzip@0.5", "kvzip+kivi@0.5", "h2o+rotate@0.5")),
+    ],
+)
+def test_what_is_refused(policy: str, how: dict[str, Any], message: str) -> None:
     model = build("llama")
-    with pytest.raises(
-        KVPolicyError, match=r"must encode every token by itself for hold='codes', got .*; try tokenwise"
-    ):
-        kvpolicy.attach(model, policy, hold="codes")
-    with pytest.raises(KVPolicyError, match=r"for hold='codes'"):
-        kvpolicy.plan(model, policy, hold="codes")
-
-
-def test_a_cache_of_another_codec_is_refused() -> None:
-    model = build("llama")
-    with (
-        kvpolicy.attach(model, "kvzip+tokenwise@0.5", hold="codes"),
-        pytest.raises(KVPolicyError, match="for hold='codes', got"),
-    ):
+    with pytest.raises(KVPolicyError, match=message):
+        kvpolicy.attach(model, policy, **how)
+    if "hold" in how:
+        with pytest.raises(KVPolicyError, match=message):
+            kvpolicy.plan(model, policy, **how)
+    refused = pytest.raises(KVPolicyError, match=ALONE)
+    with kvpolicy.attach(model, "kvzip+tokenwise@0.5", hold="codes"), refused:
         PolicyCache(model, "kvzip@0.5")
-
-
-def test_neither_plain_nor_codes() -> None:
-    with pytest.raises(KVPolicyError, match="hold must be 'plain' or 'codes', got 'coded'; try hold='codes'"):
-        kvpolicy.attach(build("llama"), "kvzip+tokenwise@0.5", hold="coded")  # pyright: ignore[reportArgumentType]

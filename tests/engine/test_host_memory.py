@@ -21,7 +21,7 @@ from kvpolicy.planning.result import plan_from_dict, plan_to_dict
 from kvpolicy.protocols import Index, Reader, ReaderTraits
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
-from tests.engine.filled import attached, prompted
+from tests.engine.filled import attached, prompted, steps
 from tests.engine.parts import Floats, index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
 from tests.sampling import each_once, product
@@ -49,16 +49,11 @@ ELSEWHERE = [
 REUSE = ["reuse:every=2:dense=0/exact:read=6", "reuse:every=2:dense=0:full=false/quest:read=6:page=2:dense=0"]
 
 
-def on_host(policy: str) -> str:
-    """The same policy with keys and values in host memory."""
-    reader, at, budget = policy.partition("@")
-    return f"{reader}:host=true{at}{budget}"
-
-
 def policies(base: str, reader: str) -> tuple[str, str]:
     """A policy, and the same with keys and values in host memory."""
-    text = f"{base}+{reader}" + ("" if base == "full" else "@0.5")
-    return text, on_host(text)
+    budget = "" if base == "full" else "@0.5"
+    host = reader.replace("/", ":host=true/") if "/" in reader else f"{reader}:host=true"
+    return f"{base}+{reader}{budget}", f"{base}+{host}{budget}"
 
 
 PAIRS = [
@@ -72,10 +67,7 @@ def test_outputs_and_bytes_are_those_of_the_device(base: str, reader: str) -> No
     """Bit for bit: over padded rows, steps that evict or grow, another prompt, and slots that are sorted again."""
     pair = [Layer(text, [26, 17] if base == "full" else [13, 9], new=3) for text in policies(base, reader)]
     valid = torch.arange(26) >= torch.tensor([[0], [9]])
-    outs: list[Tensor] = []
-    for layer in pair:
-        outs.append(layer.prompt(*draw(26, 1, batch=2), valid))
-    assert torch.equal(*outs)
+    assert torch.equal(*(layer.prompt(*draw(26, 1, batch=2), valid) for layer in pair))
     for step in range(14):
         if step == 7:
             for layer in pair:
@@ -109,10 +101,7 @@ def copied(layer: Layer, rows: int) -> tuple[int, int]:
 @pytest.mark.parametrize("base", ["full", "snapkv"])
 def test_layers_that_follow_are_in_host_memory(policy: str, base: str) -> None:
     """And those that look at every key to choose, or read everything themselves, are on the device."""
-    text = f"{base}+{policy}" + ("" if base == "full" else "@0.5")
-    head, slash, tail = text.partition("/")
-    plain = conversation(text)
-    host = conversation(f"{head}:host=true{slash}{tail}")
+    plain, host = (conversation(text, build("llama", layers=4)) for text in policies(base, policy))
     assert torch.equal(plain[1], host[1])
     places = [layer.store.spec.host for layer in host[0].policy_layers]
     assert places == ([False, True] * 2 if "exact" in policy else [True] * 4)
@@ -131,19 +120,15 @@ def test_layers_that_follow_are_in_host_memory(policy: str, base: str) -> None:
 @pytest.mark.parametrize("reader", READERS[:2])
 @pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear", "mimo_v2_flash"])
 def test_values_that_are_a_part_of_keys_or_of_another_size(family: str, reader: str, dtype: torch.dtype) -> None:
-    plain, host = (conversation(policy, model=build(family, dtype)) for policy in policies("h2o", reader))
+    plain, host = (conversation(policy, build(family, dtype)) for policy in policies("h2o", reader))
     assert torch.equal(plain[1], host[1])
     assert any(layer.store.step_bytes.loaded for layer in host[0].policy_layers)
 
 
-def conversation(
-    policy: str, rows: list[int] | None = None, layers: int = 4, model: Any = None
-) -> tuple[PolicyCache, Tensor]:
+def conversation(policy: str, model: Any) -> tuple[PolicyCache, Tensor]:
     """A cache after a prompt, steps and another prompt, and the logits."""
-    rows = rows or [40]
     turns = [40, 1, 1, 1, 7, 1, 1, 1]
-    model = model or build("llama", layers=layers)
-    ids, mask = make_batch(rows, turns)
+    ids, mask = make_batch([40], turns)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=sum(turns[1:]))
         return cache, talk(model, ids, mask, turns, cache)
@@ -154,11 +139,10 @@ PLANNED = [*REUSE, *READERS, "labels:read=0.2:channels=3:dense=1"]
 
 @product("base,policy", BASES[:3], PLANNED, sample=each_once(BASES[:3], PLANNED))
 def test_both_places_hold_what_was_planned(base: str, policy: str) -> None:
-    reader = policy.replace("/", ":host=true/") if "/" in policy else f"{policy}:host=true"
-    text = f"{base}+{reader}" + ("" if base == "full" else "@0.5")
-    with attached(text, [40, 33], turns := [40] + [1] * 6, layers=4) as (model, ids, mask):
-        cache = PolicyCache(model, new=6)
-        talk(model, ids, mask, turns, cache)
+    _, text = policies(base, policy)
+    with attached(text, [40, 33], [40] + [1] * 6, layers=4) as (model, ids, mask):
+        cache = prompted(model, ids, mask, 40, new=6)
+        steps(model, ids, mask, 40, 46, cache)
     plan = kvpolicy.plan(model.config, text, batch=2, prompt=[40, 33], new=6, dtype=torch.float32)
     report = cache.report()
     assert [layer.held() for layer in cache.policy_layers] == [layer.nbytes for layer in plan.layers]
@@ -166,16 +150,14 @@ def test_both_places_hold_what_was_planned(base: str, policy: str) -> None:
     vectors = sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
     assert plan.host_nbytes == cache.host_nbytes == report.host_nbytes == report.as_dict()["host_nbytes"] == vectors > 0
     assert plan.device_nbytes == plan.nbytes - vectors == report.device_nbytes
-    steps = [layer.store.contents.link.counted for layer in cache.policy_layers]
-    assert steps == [StepBytes(layer.moved, layer.loaded, layer.stored) for layer in plan.layers]
+    counted = [layer.store.contents.link.counted for layer in cache.policy_layers]
+    assert counted == [StepBytes(layer.moved, layer.loaded, layer.stored) for layer in plan.layers]
     assert (report.loaded, report.stored) == (plan.loaded, plan.stored)
     assert "are in host memory and" in str(report) and "are in host memory and" in str(plan)
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_dense_layers_stay_on_the_device(reader: str) -> None:
-    reader = f"{reader.replace(':dense=0', '')}:dense=1"
-    cache, _ = conversation(on_host(f"full+{reader}"), layers=2)
+def test_dense_layers_stay_on_the_device() -> None:
+    cache, _ = conversation("full+quest:read=6:page=2:dense=1:host=true", build("llama", layers=2))
     first, second = (layer.held() for layer in cache.policy_layers)
     assert "host" not in first and first["exact"] == second["host"] > 0 == second["exact"]
 
@@ -194,30 +176,21 @@ def test_a_budget_in_bytes_bounds_the_device() -> None:
     assert more.device_nbytes > 48 * 1024
     later = dataclasses.replace(host, prefill=None, peak_nbytes=0)  # once the prompt is prefilled
     assert later.largest_batch(2**20) == 2**20 // host.device_nbytes > 2**20 // host.nbytes
+    by_layer = Policy.by_layer([f"snapkv+{reader}:host=true@0.5", f"h2o+{reader}@0.5"] * 2, budget="48KiB")
+    plan = kvpolicy.plan(config, by_layer, **sizes)
+    assert plan.device_nbytes <= 48 * 1024 < plan.nbytes
 
 
 def test_plans_of_earlier_files_copy_nothing() -> None:
     policy = Policy.parse("full+labels:read=16:channels=4:dense=1:host=true")
     plan = kvpolicy.plan(build("llama", layers=2).config, policy, prompt=400, dtype=torch.float32)
     content: dict[str, Any] = plan_to_dict(plan) | {"columns": None}
+    no_prefill: Any = None  # what a plan without the length of its prompt does not ask for
     assert plan_from_dict(policy, content, no_prefill).loaded == plan.loaded > 0 < plan.stored
     for layer in content["layers"]:
         del layer["loaded"], layer["stored"]
     older = plan_from_dict(policy, content, no_prefill)
     assert (older.loaded, older.stored, older.moved) == (0, 0, plan.moved)
-
-
-def no_prefill(*_: Any) -> Any:
-    """What a plan without the length of its prompt does not ask for."""
-    raise AssertionError
-
-
-def test_a_budget_in_bytes_of_layers_that_differ() -> None:
-    reader = "labels:read=16:channels=4:dense=0"
-    specs = [f"snapkv+{reader}:host=true@0.5", f"h2o+{reader}@0.5"] * 2
-    policy = Policy.by_layer(specs, budget="48KiB")
-    plan = kvpolicy.plan(build("llama", layers=4).config, policy, prompt=400, dtype=torch.float32)
-    assert plan.device_nbytes <= 48 * 1024 < plan.nbytes
 
 
 def test_chunks_are_beside_what_the_device_holds() -> None:
@@ -230,9 +203,8 @@ def test_chunks_are_beside_what_the_device_holds() -> None:
 
 def test_a_prompt_that_waits_is_on_the_device() -> None:
     """Until its last chunk, the layer has no slots, and a step would copy nothing."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([20], [20, 10])
-    with kvpolicy.attach(model, "snapkv+labels:read=6:channels=3:dense=0:host=true@0.5", chunks="hold"):
+    policy = "snapkv+labels:read=6:channels=3:dense=0:host=true@0.5"
+    with attached(policy, [20], [20, 10], layers=2, chunks="hold") as (model, ids, mask):
         cache = prompted(model, ids, mask, 20, prompt=30)
         waiting = cache.report()
         assert (waiting.host_nbytes, waiting.loaded, waiting.stored) == (0, 0, 0)
@@ -243,64 +215,41 @@ def test_a_prompt_that_waits_is_on_the_device() -> None:
 
 def test_beams_resets_and_files(tmp_path: Path) -> None:
     """What a cache can do otherwise, it can do with host memory, to the last bit."""
-    model = build("llama", layers=2)
-    ids, mask = make_batch([30, 21], [30] + [1] * 8)
-    plain, host = policies("h2o", READERS[1])
+    file = tmp_path / "cache.safetensors"
     made: list[list[Tensor]] = []
-    for number, policy in enumerate((plain, host)):
-        with kvpolicy.attach(model, policy):
+    for policy in policies("h2o", READERS[1]):
+        with attached(policy, [30, 21], [30] + [1] * 8, layers=2) as (model, ids, mask):
             cache = PolicyCache(model, new=8)
-            logits: list[Tensor] = [forward(model, ids, mask, 0, 30, cache)]
+            logits = [forward(model, ids, mask, 0, 30, cache)]
             cache.reset()
             logits.append(forward(model, ids, mask, 0, 30, cache))
             cache.reorder_cache(torch.tensor([1, 0]))
-            ids = ids.flip(0)
-            mask = mask.flip(0)
+            ids, mask = ids.flip(0), mask.flip(0)
             logits.append(forward(model, ids, mask, 30, 31, cache))
             cache.mark(3)
-            logits += [forward(model, ids, mask, 31 + step, 32 + step, cache) for step in range(3)]
+            logits.append(steps(model, ids, mask, 31, 34, cache))
             cache.rollback(1)
-            cache.save(tmp_path / f"{number}.safetensors")
-            loaded = PolicyCache.load(model, tmp_path / f"{number}.safetensors")
-            assert loaded.host_nbytes == cache.host_nbytes == (0 if policy == plain else loaded.report().host_nbytes)
-            for each in (cache, loaded):
-                logits.append(forward(model, ids, mask, 32, 33, each))
-            assert torch.equal(*logits[-2:]) and loaded.plan == cache.plan
+            cache.save(file)
+            loaded = PolicyCache.load(model, file)
+            assert loaded.host_nbytes == cache.host_nbytes == loaded.report().host_nbytes
+            assert (cache.host_nbytes > 0) == ("host" in policy) and loaded.plan == cache.plan
+            logits += [forward(model, ids, mask, 32, 33, each) for each in (cache, loaded)]
+            assert torch.equal(*logits[-2:])
             made.append([*logits, model.generate(ids[:1, :12], max_new_tokens=6, num_beams=3, do_sample=False)])
-            ids = ids.flip(0)
-            mask = mask.flip(0)
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_shifts(reader: str) -> None:
-    model = build("llama", layers=2)
-    ids, mask = make_batch([30], [30] + [1] * 8)
-    made: list[list[Tensor]] = []
+    made: list[Tensor] = []
     for policy in policies("full", reader):
-        with kvpolicy.attach(model, policy):
-            cache = PolicyCache(model, new=8)
-            logits = [forward(model, ids, mask, 0, 30, cache)]
-            logits += [forward(model, ids, mask, 30 + step, 31 + step, cache) for step in range(4)]
+        with attached(policy, [30], [30] + [1] * 8, layers=2) as (model, ids, mask):
+            cache = prompted(model, ids, mask, 30, new=8)
+            logits = [steps(model, ids, mask, 30, 34, cache)]
             cache.shift(20, -4)
-            logits += [forward(model, ids[:, 4:], mask[:, 4:], 30 + step, 31 + step, cache) for step in range(3)]
-            made.append(logits)
+            made.append(torch.cat([*logits, steps(model, ids[:, 4:], mask[:, 4:], 30, 33, cache)], 1))
             assert (cache.host_nbytes > 0) == ("host" in policy)
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("tokenwise+quest:host=true", "The codec must be plain for the reader quest"),
-        ("h2o+merge+labels:host=true@0.5", "The merger must not merge while decoding for the reader labels"),
-        ("full+exact:host=true", "The options of 'exact' must be among read, dense, recent, got 'host'"),
-        ("full+quest:host=1", "must be true or false, got '1'"),
-    ],
-)
-def test_what_would_copy_everything_is_refused(policy: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        Policy.parse(policy)
+    assert torch.equal(*made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,6 +264,20 @@ class Scan(Reader):
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with every key."""
         return products(queries)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("tokenwise+quest:host=true", "The codec must be plain for the reader quest"),
+        ("h2o+merge+labels:host=true@0.5", "The merger must not merge while decoding for the reader labels"),
+        ("full+exact:host=true", "The options of 'exact' must be among read, dense, recent, got 'host'"),
+        ("full+quest:host=1", "must be true or false, got '1'"),
+    ],
+)
+def test_what_would_copy_everything_is_refused(policy: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        Policy.parse(policy)
 
 
 def test_a_reader_of_every_key_is_refused() -> None:

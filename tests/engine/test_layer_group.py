@@ -45,9 +45,9 @@ ALIKE = 2e-3
 """Of the norm of a vector: what the rounding of directions and norms to fp16 loses."""
 
 
-def model_of(layers: int = 4) -> Any:
+def model_of() -> Any:
     """A model of four layers, of which the policies here pair the second and the third."""
-    return build("llama", layers=layers)
+    return build("llama", layers=4)
 
 
 class Seen:
@@ -69,32 +69,15 @@ class Seen:
         return torch.cat(self.keys[layer_idx], 2), torch.cat(self.values[layer_idx], 2)
 
 
-def run(policy: str, turns: list[int] = TURNS, lengths: list[int] | None = None) -> tuple[PolicyCache, Seen]:
-    model = model_of()
+def run(policy: Policy | str, turns: list[int] = TURNS, model: Any = None) -> tuple[PolicyCache, Seen]:
+    model = model or model_of()
     seen = Seen()
-    ids, mask = make_batch(lengths or [turns[0]], turns)
+    ids, mask = make_batch([turns[0]], turns)
     with kvpolicy.attach(model, policy), attending(seen.around):
         cache = PolicyCache(model, new=sum(turns[1:]))
-        start = 0
-        for size in turns:
-            forward(model, ids, mask, start, start + size, cache)
-            check_cache(cache)
-            start += size
+        talk(model, ids, mask, turns, cache)
+        check_cache(cache)
     return cache, seen
-
-
-def check_tiles_and_chunks(policy: Policy | str, how: dict[str, Any], layers: tuple[int, ...], model: Any) -> None:
-    """Codes of a prompt in tiles or held chunks are those of a whole prompt."""
-    ids, mask = make_batch([40], [40, 1, 1])
-    codes: list[list[Tensor]] = []
-    for given, turns in (({}, [40, 1, 1]), (how, [40, 1, 1] if "tile" in how else [15, 25, 1, 1])):
-        with kvpolicy.attach(model, policy, **given):
-            cache = PolicyCache(model, prompt=40, new=2)
-            talk(model, ids, mask, turns, cache)
-            check_cache(cache)
-            codes.append([*tensors([store.tensors.codes for store in stores_of(cache, *layers)])])
-    for one, two in zip(*codes, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
 
 
 def stores_of(cache: PolicyCache, *layers: int) -> list[Any]:
@@ -126,34 +109,22 @@ def test_both_layers_read_a_direction_between_theirs_with_their_own_norms(policy
                 want = torch.where(is_whole[:, None], given[layer].double(), direction * norm)
                 assert bool(((found - want).norm(dim=-1) <= ALIKE * norm.squeeze(-1)).all())
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
-
-
-def test_nothing_is_stored_twice() -> None:
-    cache, _ = run(EVICTING)
-    first, second = stores_of(cache, 1, 2)
-    both = [t.data_ptr() for store in (first, second) for t in tensors(store.tensors.codes) if t.numel()]
-    assert len(set(both)) == len(both)
-    held = [sum(t.nbytes for t in tensors(store.tensors.codes)) for store in (first, second)]
-    assert held[1] < held[0] / 2
-    kinds = [store.nbytes_by_kind() for store in (first, second)]
-    assert [kind["codes"] + kind["scales"] for kind in kinds] == held
-
-
-def test_a_step_moves_the_directions_in_both_layers() -> None:
-    cache, _ = run(EVICTING)
-    assert cache.plan is not None
     moved = [layer.moved for layer in cache.policy_layers]
-    assert moved == [layer.moved for layer in cache.plan.layers]
-    assert moved[1] == moved[2]
+    assert moved == [layer.moved for layer in cache.plan.layers] and moved[1] == moved[2]
+    both = [t.data_ptr() for store in pair for t in tensors(store.tensors.codes) if t.numel()]
+    assert len(set(both)) == len(both), "nothing is stored twice"
+    held = [sum(t.nbytes for t in tensors(store.tensors.codes)) for store in pair]
+    kinds = [store.nbytes_by_kind() for store in pair]
+    assert [kind["codes"] + kind["scales"] for kind in kinds] == held and held[1] < held[0] / 2
 
 
-def test_a_copy_goes_on_by_itself() -> None:
-    """A copy of a cache has a group of its own, so that steps of one change no tensor of the other."""
+def test_a_copy_goes_on_by_itself_and_a_reset_cache_begins_anew() -> None:
+    """Each has a group of its own, so that steps of one change no tensor of the other."""
     model = model_of()
     ids, mask = make_batch([26], TURNS)
     with kvpolicy.attach(model, EVICTING):
         cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS[:3], cache)
+        first = talk(model, ids, mask, TURNS[:3], cache)
         other = cache.fork()
         before = [t.clone() for layer in other.policy_layers for t in tensors(layer.store.tensors.codes)]
         wanted = talk_on(model, ids, mask, cache, TURNS[3:])
@@ -161,8 +132,10 @@ def test_a_copy_goes_on_by_itself() -> None:
         assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
         assert torch.equal(talk_on(model, ids, mask, other, TURNS[3:]), wanted)
         check_cache(other)
-    first, second = (stores_of(each, 1)[0].contents.group for each in (cache, other))
-    assert first is not second and first.layers[0] is not second.layers[0]
+        cache.reset()
+        cache.expect(None, sum(TURNS[1:]))
+        assert torch.equal(talk(model, ids, mask, TURNS, cache), torch.cat([first, wanted], 1))
+        check_cache(cache)
 
 
 def talk_on(model: Any, ids: Tensor, mask: Tensor, cache: PolicyCache, turns: list[int]) -> Tensor:
@@ -175,21 +148,19 @@ def talk_on(model: Any, ids: Tensor, mask: Tensor, cache: PolicyCache, turns: li
     return torch.cat(found, 1)
 
 
-def test_a_cache_begins_anew_after_a_reset() -> None:
-    model = model_of()
-    ids, mask = make_batch([26], TURNS)
-    with kvpolicy.attach(model, EVICTING):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        wanted = talk(model, ids, mask, TURNS, cache)
-        cache.reset()
-        cache.expect(None, sum(TURNS[1:]))
-        assert torch.equal(talk(model, ids, mask, TURNS, cache), wanted)
-        check_cache(cache)
-
-
 @pytest.mark.parametrize("how", [{"tile": 5}, {"chunks": "hold"}])
 def test_tiles_and_held_chunks_encode_what_a_whole_prompt_does(how: dict[str, Any]) -> None:
-    check_tiles_and_chunks(EVICTING, how, (1, 2), model_of())
+    model = model_of()
+    ids, mask = make_batch([40], [40, 1, 1])
+    codes: list[list[Tensor]] = []
+    for given, turns in (({}, [40, 1, 1]), (how, [40, 1, 1] if "tile" in how else [15, 25, 1, 1])):
+        with kvpolicy.attach(model, EVICTING, **given):
+            cache = PolicyCache(model, prompt=40, new=2)
+            talk(model, ids, mask, turns, cache)
+            check_cache(cache)
+            codes.append([*tensors([store.tensors.codes for store in stores_of(cache, 1, 2)])])
+    for one, two in zip(*codes, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-2 if one.is_floating_point() else 0)
 
 
 def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
@@ -214,60 +185,25 @@ def test_a_block_of_the_first_layer_waits_and_is_counted() -> None:
     assert "waiting prompt" not in cache.policy_layers[1].held()
 
 
-# the group alone
-
-
-def fake_layers(size: int) -> tuple[LayerGroup, list[Any]]:
-    """A group of layers whose only stage notes what it is given."""
-    calls: list[Any] = []
-    stage = SimpleNamespace(write_group=lambda *given: calls.append(given), shared=lambda codes: codes["shared"])
-    group = LayerGroup(size)
-    for number in range(size):
-        spec = SimpleNamespace(stages=(stage,), layer_idx=number + 4)
-        layer: Any = SimpleNamespace(spec=spec, tensors=SimpleNamespace(codes=({"shared": number},)))
-        group.join(number, layer)
-    return group, calls
-
-
-def block(number: int, device: str = "cpu") -> Block:
-    x = torch.full((1, 1, 2, 3), float(number), device=device)
-    slots = torch.zeros(1, 1, 2, dtype=torch.int64, device=device)
-    return Block(0, lambda: StageStore(number), x, -x, slots, slots == 0, slots == 1)
-
-
-def test_a_block_is_encoded_once_every_layer_has_given_it() -> None:
-    group, calls = fake_layers(3)
-    for number in (0, 1):
-        group.write(number, block(number))
-        group.write(number, block(number + 10))
-        assert group.waits and not calls
-    assert group.waiting_nbytes(0) == 2 * 2 * 6 * 4
-    group.write(2, block(2))
-    assert [[float(x.mean()) for x in each] for each in calls[0][1:3]] == [[0, 1, 2], [0, -1, -2]]
-    assert [store.codes for store in calls[0][0]] == [0, 1, 2]
-    assert group.waits
-    group.write(2, block(12))
-    assert [float(x.mean()) for x in calls[1][1]] == [10, 11, 12]
-    assert not group.waits and group.waiting_nbytes(0) == 0
+def block(keys: Tensor) -> Block:
+    slots = torch.zeros(keys.shape[:3], dtype=torch.int64, device=keys.device)
+    return Block(0, lambda: StageStore(()), keys, keys, slots, slots == 0, slots == 1)
 
 
 def test_a_view_that_waits_is_copied_so_that_the_prompt_may_be_freed() -> None:
-    group, _ = fake_layers(2)
-    whole = torch.ones(1, 1, 100, 3)
-    group.write(0, block(0)._replace(keys=whole[:, :, :2], values=whole[:, :, 2:4]))
+    group = LayerGroup(2)
+    group.write(0, block(torch.ones(1, 1, 100, 3)[:, :, :2]))
     (waiting,) = group._waiting[0]
     assert waiting.keys.untyped_storage().nbytes() == waiting.keys.nbytes == 24
 
 
 def test_layers_on_several_devices_are_refused() -> None:
-    group, calls = fake_layers(2)
-    group.write(0, block(0, "meta"))
+    group = LayerGroup(2)
+    for number in (0, 1):
+        group.join(number, SimpleNamespace(spec=SimpleNamespace(layer_idx=number + 4)))  # pyright: ignore
+    group.write(0, block(torch.ones(1, 1, 2, 3, device="meta")))
     with pytest.raises(KVPolicyError, match=r"on one device, got \['cpu', 'meta'\] for the layers \[4, 5\]; try"):
-        group.write(1, block(1))
-    assert not calls
-
-
-# the policy of a model
+        group.write(1, block(torch.ones(1, 1, 2, 3)))
 
 
 def test_a_policy_is_grouped_for_a_model() -> None:
@@ -282,14 +218,9 @@ def test_a_policy_is_grouped_for_a_model() -> None:
     assert codecs == [Plain(), *(MiniCacheLayer(pair=pair, number=n) for n in (0, 1)), Plain()]  # pyright: ignore
     assert [own.codec for own in policy.distinct] == [codecs[0], codecs[1], codecs[2]]
     assert handle.policy == policy
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_grouped_policy_is_copied(copied: Any) -> None:
-    policy = for_model(Policy.parse(EVICTING), ModelInfo(4, 2, 8))
-    other = copied(policy)
-    assert isinstance(other, ModelPolicy) and other == policy and hash(other) == hash(policy)
-    assert other.layer_groups == policy.layer_groups and other.at(2) == policy.at(2)
+    for other in (copy.copy(policy), copy.deepcopy(policy)):
+        assert isinstance(other, ModelPolicy) and other == policy and hash(other) == hash(policy)
+        assert other.layer_groups == policy.layer_groups and other.at(2) == policy.at(2)
 
 
 def test_a_grouped_policy_is_attached_to_another_model() -> None:
@@ -311,9 +242,6 @@ def test_a_grouped_policy_is_attached_to_another_model() -> None:
 def test_parts_that_may_keep_other_tokens_in_one_layer_are_refused(policy: str, message: str) -> None:
     with pytest.raises(KVPolicyError, match=f"^{message}.*, got .*; try "):
         Policy.parse(policy)
-
-
-def test_a_policy_by_layer_has_no_pairs() -> None:
     with pytest.raises(KVPolicyError, match=r"The codec of a layer must encode it by itself.*layer 1.*; try tokenwise"):
         Policy.by_layer(["full", "minicache"], budget=0.5)
 
@@ -346,12 +274,7 @@ def test_a_selector_of_ones_own_may_say_that_it_looks_at_positions_alone() -> No
             return -(view.positions % 2).float().masked_fill(view.newest(1), -torch.inf)
 
     policy = Policy(selector=Even(), codec=MiniCache(start=1, residual_length=3, block_size=4), budget=0.5)
-    model = model_of()
-    ids, mask = make_batch([26], TURNS)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS, cache)
-        check_cache(cache)
+    run(policy)
     with pytest.raises(KVPolicyError, match="must keep the same tokens"):
         Policy(selector=Even(positions_only=False), codec=MiniCache(), budget=0.5)
 
@@ -429,12 +352,7 @@ def test_every_layer_is_that_of_the_slow_version(name: str, tmp_path: Path) -> N
 def test_heads_read_the_projection_of_all_of_them(name: str, folder: str) -> None:
     """What every head reads of a slot is its part of the projected long vector of what attention was given."""
     policy = Policy.parse(spec(name, folder))
-    model = build("llama")
-    seen = Seen()
-    ids, mask = make_batch([26], TURNS)
-    with kvpolicy.attach(model, policy), attending(seen.around):
-        cache = PolicyCache(model, new=sum(TURNS[1:]))
-        talk(model, ids, mask, TURNS, cache)
+    cache, seen = run(policy, model=build("llama"))
     for layer in range(LAYERS):
         store: Any = cache.policy_layers[layer].store
         exact = store.layout.exact

@@ -1,4 +1,7 @@
-"""What a layer counts on the host, and what moves when its slots grow: steps, limits, rankings and demoted tokens."""
+"""What a layer counts on the host, and what moves when its slots grow: steps, limits, rankings and demoted tokens.
+
+What is kept and what comes out is tested in `tests/conformance`.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,38 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy import H2O, StreamingLLM
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.codecs.tokenwise import TokenWise
-from kvpolicy.engine.demotion import DemotionOrder, demoted_counts
+from kvpolicy.engine.demotion import DemotionOrder
 from kvpolicy.engine.editing import note_move
+from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import (
-    fix_addresses,
     free_steps,
-    grown_layout,
     grown_slots,
     grown_state,
     merge_expected,
     slots_needed,
 )
 from kvpolicy.engine.rank_schedule import RankSchedule
-from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.row_limits import RowBudget, alloc_limits
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.token_batch import BEYOND, SlotData, with_dictionary
+from kvpolicy.engine.token_batch import SlotData, with_dictionary
 from kvpolicy.protocols import SINGLE_RANK, Layout, View, traits_for
 from kvpolicy.statistics import Results
+from kvpolicy.statistics.windows import ScoreTransform
+from kvpolicy.text.errors import KVPolicyStateError
 from tests.conformance.fakes import Fake
-from tests.engine.parts import Ranking, Worth, generator, prompted_store
+from tests.engine.parts import Ranking, Uncoded, Worth, generator, prompted_store, slots_of
 from tests.readers.bench import draw
-from tests.sampling import product
 
+ROWS = 2
+HEADS = 2
+GROUP = 2
+DIM = 8
+SCALE = ScoreTransform(0.5)
 FOREVER = 1000
 """More steps than any case below has room for."""
 
@@ -74,33 +83,22 @@ def test_free_steps_are_those_of_the_head_with_the_fewest(grows: bool, staged: b
         assert min(got, FOREVER) == want, seed
 
 
-def test_slots_are_added_where_the_next_step_has_none() -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_row_without_a_free_slot_is_given_some(grows: bool) -> None:
+    """A growing one gets those of the next steps, whether its budget or its slots end first; others to the budget."""
     dice = Random(0)
-    rows = 200
-    budget = [dice.randint(1, 400) for _ in range(rows)]
-    expected = [dice.randint(1, 400) for _ in range(rows)]
-    held = [dice.choice([expected[row], dice.randint(0, 400)]) for row in range(rows)]
-    added = slots_needed(expected, budget, held, grows=False)
-    for most, slots, count, more in zip(budget, expected, held, added, strict=True):
-        step = min(max(count // 8, 16), 256)
-        # A row that is at its budget evicts, and one with a slot left writes there.
-        assert more == (min(step, most - slots) if slots <= count < most else 0)
-        assert more >= 0 and slots + more <= max(most, slots)
-
-
-def test_a_growing_row_has_slots_for_the_next_steps() -> None:
-    """Whether its budget ends first, as behind a short announcement, or its slots do, as behind a short prompt."""
-    dice = Random(0)
-    for _ in range(60):
+    for _ in range(100):
         slots = dice.randint(1, 400)
         budget = dice.randint(1, 400)
         held = dice.choice([min(slots, budget), dice.randint(0, min(slots, budget))])
-        (added,) = slots_needed([slots], [budget], [held], grows=True)
+        (added,) = slots_needed([slots], [budget], [held], grows=grows)
+        step = min(max(held // 8, 16), 256)
         if held < min(slots, budget):
             assert added == 0
+        elif grows:
+            assert added == max(held + step - slots, 0)
         else:
-            step = min(max(held // 8, 16), 256)
-            assert slots + added >= held + step and (added == 0 or slots + added == held + step)
+            assert added == min(step, max(budget - slots, 0))
 
 
 PROMPT = 12
@@ -170,44 +168,6 @@ def test_expected_lengths_only_rise_and_idle_rows_keep_theirs() -> None:
     assert merge_expected([3, 9, 4], [5, 2, 8], [False, False, True]) == [5, 9, 4]
 
 
-HEADS = 2
-DIM = 4
-
-
-def limits_of(codec: Any, rows: int) -> RowLimits:
-    limits = alloc_limits(codec, rows, HEADS, DIM, "cpu")
-    assert limits is not None
-    return limits
-
-
-def test_a_codec_without_stages_has_none() -> None:
-    assert alloc_limits(Plain(), 2, HEADS, DIM, "cpu") is None
-
-
-@product("pins,query_absmax,key_space", ["none", "first", "massive", "newest"], [False, True], ["rotated", "unrotated"])
-def test_what_a_codec_does_not_need_is_empty(pins: Any, query_absmax: bool, key_space: Any) -> None:
-    pinned = 0 if pins == "none" else 3
-    pin_heads = HEADS if pins == "newest" else 1
-    codec = Fake(caps=(4,), pins=pins, pinned=pinned, query_absmax=query_absmax, key_space=key_space)
-    limits = limits_of(codec, 2)
-    assert limits.flush_threshold.tolist() == [[BEYOND]] * 2, "nothing is demoted before a budget is known"
-    assert limits.stage_capacity.tolist() == [[0, 0]] * 2
-    assert limits.pins.tolist() == [[[-1] * pinned] * pin_heads] * 2
-    assert limits.rope_offset.tolist() == [0] * (2 if key_space == "unrotated" else 0)
-    assert [each.shape for each in limits.statistics] == [(2, HEADS, DIM)] * query_absmax
-    assert [each.shape for each in limits_of(Fake(query_squares=3), 2).statistics] == [(2, HEADS, DIM)]
-
-
-def test_rows_with_a_dictionary_have_a_smaller_buffer() -> None:
-    codec = Fake(pins="newest", pinned=2)
-    limits = limits_of(codec, 3)
-    limits.pins[0, 0, 1] = 7
-    limits.pins[1, 0, 0] = 0
-    exact = codec.layout(50).exact
-    assert with_tokens(limits, codec, [50, 50, 50], 2).flush_threshold.tolist() == [[exact - 2], [exact - 2], [exact]]
-    assert has_dictionary(limits).flatten().tolist() == [False, True, False], "the first one is there, or none"
-
-
 @pytest.mark.parametrize("budgets", [[1000, 1000], [8, 300], [300, 8]], ids=str)
 def test_limits_are_those_of_the_tokens_that_a_row_may_hold(budgets: list[int]) -> None:
     """A budget beyond the tokens that are announced changes nothing; a block is as large as that of the longest row."""
@@ -223,48 +183,6 @@ def test_limits_are_those_of_the_tokens_that_a_row_may_hold(budgets: list[int]) 
     assert layer.contents.largest_block == max(traits.block for traits in want)
     if budgets[0] > 300:
         assert want[0].block < want[1].block
-
-
-def counted(schedule: RankSchedule) -> bool:
-    """Count a step; whether a row may be due."""
-    schedule.steps -= 1
-    return schedule.steps < 1
-
-
-def run(every: int, budget: list[int], steps: int, lacks: dict[int, int] | None = None) -> list[list[int]]:
-    """The lengths at which each row is ranked after prompts of 10 tokens; row r gets no token in step `lacks[r]`."""
-    schedule = RankSchedule(every)
-    schedule.start(len(budget))
-    length = torch.full((len(budget),), 10)
-    most = torch.tensor(budget)
-    schedule.note(None, length, most)
-    found: list[list[int]] = [[] for _ in budget]
-    for step in range(steps):
-        length += torch.tensor([step != (lacks or {}).get(row) for row in range(len(budget))])
-        if counted(schedule):
-            due = schedule.due(length, most)
-            schedule.note(due, length, most)
-            for row in due.nonzero()[:, 0].tolist():
-                found[row].append(int(length[row]))
-    return found
-
-
-def test_every_few_tokens() -> None:
-    assert run(4, [20, 20], 13) == [[14, 18, 22]] * 2
-
-
-def test_never() -> None:
-    assert run(0, [20], 50) == [[]]
-
-
-@pytest.mark.parametrize(("budget", "wait"), [(6, 3), (7, 3), (2, 1), (1, 1), (0, 1), (400, 5)])
-def test_half_a_budget_at_most(budget: int, wait: int) -> None:
-    assert run(5, [budget], 2 * wait) == [[10 + wait, 10 + 2 * wait]]
-
-
-def test_a_row_counts_its_own_tokens() -> None:
-    assert run(4, [20, 20], 9, lacks={1: 2}) == [[14, 18], [14, 18]]
-    assert run(4, [20, 6], 6, lacks={1: 2}) == [[14], [13]]
 
 
 def test_rows_are_selected_and_repeated() -> None:
@@ -292,60 +210,8 @@ def test_a_dictionary_keeps_what_it_holds() -> None:
     assert torch.equal(data.keys, want[..., None].expand(-1, -1, -1, 4)) and torch.equal(data.values, -data.keys)
 
 
-LAYOUTS = [Layout(0), Layout(1), Layout(5), Layout(3, (4,)), Layout(6, (2,)), Layout(2, (0, 7)), Layout(2, (3, 1))]
-
-
-def test_a_layout_is_the_larger_one_stage_by_stage() -> None:
-    for old, wanted in itertools.product(LAYOUTS, LAYOUTS):
-        grown = grown_layout(old, wanted)
-        assert grown.exact == max(old.exact, wanted.exact)
-        for stage in range(3):
-            sizes = [layout.coded[stage] if stage < len(layout.coded) else 0 for layout in (old, wanted, grown)]
-            assert sizes[2] == max(sizes[:2])
-        assert grown_layout(grown, old) == grown_layout(grown, wanted) == grown
-
-
-def test_addresses_are_fixed_without_a_guard() -> None:
-    """A guard would compile the step again for every cache."""
-    parts = [torch.zeros(2), Worth(torch.zeros(1), torch.zeros(1)), ()]
-    fix_addresses(parts)
-    marks = [getattr(t, "_dynamo_static_input_type", None) for part in parts for t in tensors(part)]
-    assert marks == ["unguarded"] * 3
-
-
-ROWS = 2
-WIDTH = 3
-
-
-def with_threshold(codec: Fake, threshold: list[int]) -> RowLimits:
-    limits = alloc_limits(codec, len(threshold), HEADS, WIDTH, "cpu")
-    assert limits is not None
-    return limits._replace(flush_threshold=torch.tensor(threshold)[:, None])
-
-
-@pytest.mark.parametrize("group_size", [1, 4])
-def test_a_prompt_leaves_less_than_a_block_below_the_threshold(group_size: int) -> None:
-    """Whole groups leave, oldest first, until fewer than a group more could."""
-    codec = Fake(block=4, group_size=group_size, residual=2)
-    counts = torch.tensor([[0, 5], [6, 7], [13, 40], [40, 40]])
-    threshold = [6, 6, 9, BEYOND]
-    moved = demoted_counts(counts, with_threshold(codec, threshold), codec.traits, None)
-    for b in range(len(counts)):
-        for h in range(HEADS):
-            left = int(counts[b, h])
-            want = 0
-            while left - group_size >= threshold[b] - codec.block:
-                left -= group_size
-                want += group_size
-            assert int(moved[b, h]) == want, (b, h)
-    idle = torch.tensor([False, True, True, False])
-    assert demoted_counts(counts, with_threshold(codec, threshold), codec.traits, idle).tolist() == [
-        [0, 0] if skip else row for skip, row in zip(idle.tolist(), moved.tolist(), strict=True)
-    ]
-
-
 def order_of(codec: Fake, selector: Ranking, length: Tensor, budget: Tensor) -> DemotionOrder:
-    limits = alloc_limits(codec, ROWS, HEADS, WIDTH, "cpu")
+    limits = alloc_limits(codec, ROWS, HEADS, DIM, "cpu")
     assert limits is not None
     limits = limits._replace(flush_threshold=torch.full((ROWS, 1), 9), stage_capacity=limits.stage_capacity.fill_(5))
     return DemotionOrder(selector, codec.traits, limits, length, budget, 0, SINGLE_RANK)  # pyright: ignore[reportArgumentType]
@@ -377,3 +243,140 @@ def test_the_selector_ranks_for_the_tokens_that_stay_precise(
     (view,) = selector.views
     assert view.budget.tolist() == [precise, precise]
     assert view.positions[0, 0].tolist() == [3, -1, -1], "what is no candidate is no token"
+
+
+class Exact(Fake):
+    """A codec whose stages give back what they are given."""
+
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        return tuple(Uncoded() for _ in range(len(self.caps) + 1))
+
+
+CODECS = {
+    "plain": Plain(),
+    "one stage": Exact(block=2, residual=1),
+    "two stages": Exact(caps=(3,), block=2, residual=1),
+    "a stage smaller than a block": Exact(caps=(1,), block=3, residual=0),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    ("decode", "budget", "expected", "kept"),
+    [("grow", 4, 4, [0, 1, *range(7, 58)]), ("evict", 40, 9, [0, 1, *range(20, 58)])],
+)
+def test_slots_are_added_for_tokens_that_nobody_announced(
+    name: str, decode: Any, budget: int, expected: int, kept: list[int]
+) -> None:
+    """What a growing layer was not told of is added in time, and so is what a layer lacks of its budget."""
+    drawn = [draw(9, 0), *(draw(1, seed) for seed in range(1, 50))]
+    store = prompted_store(StreamingLLM(sinks=2), drawn[0], budget, expected, decode, CODECS[name])
+    store.ensure_capacity()
+    for q, k, v in drawn[1:]:
+        store.append(q, k, v, None, SCALE)
+        store.count_step()
+        store.ensure_capacity()
+        check_invariants(store)
+    past = store.past()
+    assert past is not None
+    keys, values = (torch.cat(given, 2)[0] for given in [*zip(*drawn, strict=True)][1:])
+    for head, positions in enumerate(store.tensors.positions[0]):
+        slots = positions.argsort()[-len(kept) :]
+        assert positions[slots].tolist() == kept and positions.max() == 57 and (positions >= 0).sum() == len(kept)
+        assert torch.equal(past.keys[0, head, slots], keys[head, kept])
+        assert torch.equal(past.values[0, head, slots], values[head, kept])
+
+
+def growing_store() -> LayerStore:
+    """A layer that holds four tokens, and has room for 16 more: it knows nothing of the tokens to come."""
+    store = prompted_store(StreamingLLM(sinks=2), draw(9, 0), 4, decode="grow")
+    store.ensure_capacity()
+    return store
+
+
+def test_room_is_reserved_at_once() -> None:
+    store = growing_store()
+    assert store.contents.expected_len == [4 + 16]
+    assert store.reserve(40) == 40 - 16
+    assert store.contents.expected_len == [44] and store.tensors.budget.tolist() == [44]
+    place = store.tensors.keys.data_ptr()
+    assert store.reserve(5) == 0, "there is room already"
+    for seed in range(1, 39):
+        store.append(*draw(1, seed), None, SCALE)
+        store.count_step()
+        store.ensure_capacity()
+    assert store.tensors.keys.data_ptr() == place
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_step_without_room_fails(is_compiled: bool) -> None:
+    """A compiled one does not read the count of the host."""
+    store = growing_store()
+    store.contents.set_budget(torch.tensor([4]))
+    step: Any = store.append
+    if is_compiled:
+        torch.compiler.reset()
+        step = torch.compile(step, backend="eager", fullgraph=True)
+    else:
+        store.recount()
+    with pytest.raises(RuntimeError if is_compiled else KVPolicyStateError, match=r"no room left: call cache\.tick"):
+        step(*draw(1, 1), None, SCALE)
+
+
+def prompted(
+    store: LayerStore, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, keep: int = 12
+) -> LayerStore:
+    """A layer that takes in a prompt and keeps so many tokens of each row."""
+    if not store.is_initialized:
+        store.initialize(k, group=q.shape[1] // k.shape[1])
+    _, pending = store.attend_prompt(q, k, v, valid, SCALE)
+    tokens = torch.full((ROWS,), keep)
+    store.compress(pending, RowBudget(tokens, torch.zeros_like(tokens), tokens, tokens))
+    return store
+
+
+def test_the_largest_queries_are_those_of_all_prompts() -> None:
+    store = LayerStore(LayerSpec(0, StreamingLLM(sinks=2), Fake(query_absmax=True), "evict"))
+    largest = torch.zeros(ROWS, HEADS, DIM)
+    for seed, sharp in enumerate([1.0, 5.0, 0.5]):
+        q, k, v = draw(6, seed, batch=ROWS)
+        prompted(store, q * sharp, k, v)
+        largest = torch.maximum(largest, (q * sharp).abs().amax(2).unflatten(1, (HEADS, GROUP)).amax(2))
+        assert store.tensors.limits is not None and torch.equal(store.tensors.limits.statistics[0], largest)
+
+
+def test_the_squares_of_queries_are_those_of_the_last_prompt_of_a_row() -> None:
+    store = LayerStore(LayerSpec(0, StreamingLLM(sinks=2), Fake(query_squares=3), "evict"))
+    want = torch.zeros(ROWS, HEADS, DIM)
+    for seed, rows in enumerate([[True, True], [True, False], [False, True]]):
+        q, k, v = draw(6, seed, batch=ROWS)
+        valid = torch.tensor(rows)[:, None].expand(ROWS, 6)
+        prompted(store, q, k, v, valid)
+        own = q[:, :, -3:].square().mean(2).unflatten(1, (HEADS, GROUP)).mean(2)
+        want = torch.where(valid[:, :1, None], own, want)
+        assert store.tensors.limits is not None
+        torch.testing.assert_close(store.tensors.limits.statistics[0], want)
+
+
+def test_recoding_leaves_heads_that_are_not_due_as_they_are() -> None:
+    codec = Exact(block=3, residual=0, demote_by="priority", recode_all=True)
+    store = prompted(LayerStore(LayerSpec(0, H2O(), codec, "evict")), *draw(12, 0, batch=ROWS), keep=9)
+    held = store.tensors
+    assert held.limits is not None
+    for seed in range(1, 4):
+        store.append(*draw(1, seed, batch=ROWS), None, SCALE)
+        if bool((slots_of(store).codes.buffered() >= held.limits.flush_threshold).all()):
+            break
+        store.count_step()
+    # One head has a token less, as where tokens were merged.
+    held.positions[:, 0, held.positions[0, 0].argmax()] = -1
+    due = slots_of(store).codes.buffered() >= held.limits.flush_threshold
+    assert due.tolist() == [[False, True]] * ROWS
+    parts = (held.positions, held.state, held.counts)
+    before = [t.clone() for t in tensors(parts)]
+    store.count_step()
+    parts = (held.positions, held.state, held.counts)
+    for old, new in zip(before, tensors(parts), strict=True):
+        assert torch.equal(old[:, 0], new[:, 0])
+    assert not torch.equal(before[0][:, 1], held.positions[:, 1])

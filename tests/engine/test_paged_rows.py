@@ -187,21 +187,28 @@ GROWING = ["blend", "elastic", "kvmerger", "merge", "keepkv", "zsmerge", "d2o", 
 SNAPKV = "snapkv:window=6:kernel=3"
 
 
+BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}
+
+
 @pytest.mark.parametrize(
-    ("merger", "selector", "codec"),
+    ("merger", "selector", "codec", "transform"),
     [
-        ("compensate", "h2o", CODECS[0]),
-        ("compensate", "window", CODECS[1]),
-        ("compensate", SNAPKV, CODECS[1]),
-        *((merger, "h2o", CODECS[1]) for merger in ("merge", "keepkv", "zsmerge", "d2o")),
+        ("compensate", "h2o", CODECS[0], {}),
+        ("compensate", "h2o", CODECS[0], BOTH),
+        ("compensate", "window", CODECS[1], {}),
+        ("compensate", SNAPKV, CODECS[1], {}),
+        *((merger, "h2o", CODECS[1], {}) for merger in ("merge", "keepkv", "zsmerge", "d2o")),
+        *((merger, SNAPKV, CODECS[0], {}) for merger in ("blend", "elastic", "kvmerger", "regress")),
+        ("drop", "h2o", CODECS[0], {"softcap": 2.0}),
+        ("drop", "h2o", CODECS[0], {"sinks": BOTH["sinks"]}),
     ],
 )
-def test_prompts_and_steps(merger: str, selector: str, codec: str) -> None:
+def test_prompts_and_steps(merger: str, selector: str, codec: str, transform: dict[str, Any]) -> None:
     """A prompt, steps that evict, a later prompt that divides the pages again, and steps behind it.
 
     Mergers that compare keys merge into buffers, which a codec has for each head.
     """
-    run = Run(selector, AdaKV(safeguard=0.0), [70, 12], codec=codec, merger=merger)
+    run = Run(selector, AdaKV(safeguard=0.0), [70, 12], codec=codec, merger=merger, **transform)
     run.prompt([120, 33])
     run.steps(9)
     run.prompt([7, 40])
@@ -226,13 +233,6 @@ def test_retrieval_heads_keep_all_and_streaming_heads_one_slot_for_the_rest(code
     assert [sum(token.count for token in head.tokens) for head in counts] == [85, 85, 85], "no token is lost"
 
 
-def test_softcaps_and_sinks() -> None:
-    sinks = torch.linspace(-1, 2, HEADS * 2)
-    run = Run("h2o", AdaKV(), [40], merger="compensate", softcap=2.0, sinks=sinks)
-    run.prompt([90])
-    run.steps(5)
-
-
 @product("merger,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
 def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> None:
     run = Run(SNAPKV, AdaKV(), [40, 24], grows=True, codec=codec, merger=merger)
@@ -242,24 +242,12 @@ def test_mergers_in_prompts_of_a_cache_that_grows(merger: str, codec: str) -> No
     run.step()
 
 
-@pytest.mark.parametrize("merger", ["blend", "elastic", "kvmerger", "regress"])
-def test_mergers_of_prompts_where_steps_evict(merger: str) -> None:
-    run = Run(SNAPKV, AdaKV(), [40, 24], merger=merger)
-    run.prompt([80, 33])
-    run.steps(8)
-    run.prompt([9, 30])
-    run.step()
-
-
-TOKENWISE = "tokenwise:group_size=2:residual_length=3:block_size=4"
 ENCODING = [
-    TOKENWISE,
+    CODECS[1],
     "tokenwise:normalize=false:residual_length=0:block_size=1",
     "bfp:block_channels=3:residual_length=2:block_size=5",
     "turboquant:residual_length=3:block_size=2",
 ]
-
-BOTH: dict[str, Any] = {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}
 
 
 @pytest.mark.parametrize(
@@ -287,7 +275,7 @@ def test_prompts_and_steps_are_those_of_a_list(
 
 def test_pages_that_change_hands_keep_the_parameters_of_their_head() -> None:
     """Heads swap which attends to many tokens, so that pages of one head become the other's."""
-    run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=TOKENWISE)
+    run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=CODECS[1])
     for turn in range(3):
         q, k, v = run.draw(30)
         # Channels of very different means by head: the parameters of another head would be far off.
@@ -319,7 +307,7 @@ def test_an_automatic_buffer_grows_with_its_row() -> None:
 
 def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
-    run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
+    run = Run("h2o", AdaKV(), [40], codec=CODECS[1])
     run.prompt([60])
     body = pages_of(run.store)._body
     assert isinstance(body, CodedPageBody)

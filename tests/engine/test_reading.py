@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,11 +52,7 @@ def test_entries_end_where_their_part_ends() -> None:
     assert int(slots.max()) == 15
     assert entries_of(TWO, 0, torch.tensor([0, 3, 6])).tolist() == [0, 1, 2]
     assert entries_of(TWO, 1, torch.tensor([0, 3])).tolist() == [3, 4]
-
-
-def test_positions_by_entry_are_those_of_its_slots() -> None:
-    positions = torch.arange(16, dtype=torch.int32)[None, None]
-    held = by_entry(TWO, positions)[0, 0]
+    held = by_entry(TWO, torch.arange(16, dtype=torch.int32)[None, None])[0, 0]
     assert held.tolist() == [[5, 6, 7], [8, 9, 10], [11, -1, -1], [12, 13, 14], [15, -1, -1]]
 
 
@@ -91,13 +88,8 @@ def test_a_short_row_reads_what_it_would_alone() -> None:
     assert shape is not None and shape.chosen == 3
     # Tokens that are read, in whole pages.
     assert row_entries(pages, Plain(), shape, [40, 32, 20, 12]) == [3, 2, 2, 1]
-
-
-def test_a_short_row_reads_all_entries_that_hold_what_it_reads_alone() -> None:
-    """Alone, it would have pages of 4 slots: 20 slots are five of these, and two of 16."""
-    reader = Quest(read=20)
-    shape = ReadShape(16, 2, ((0, 5008),))
-    assert row_entries(reader, Plain(), shape, [5000, 100]) == [2, 2]
+    # All entries that hold what it would read alone in pages of 4 slots: 20 slots are five of these, and two of 16.
+    assert row_entries(Quest(read=20), Plain(), ReadShape(16, 2, ((0, 5008),)), [5000, 100]) == [2, 2]
 
 
 def test_the_first_token_may_be_in_the_buffer() -> None:
@@ -149,25 +141,21 @@ def test_the_count_of_an_empty_slot_does_not_matter() -> None:
     assert largest_counts(TWO, counts, positions).tolist() == [[[7, 10, 11, 14, 0]]]
 
 
-class Beside:
-    """Another rank, whose query heads need the last entry most."""
-
-    def largest(self, need: Tensor) -> Tensor:
-        other = torch.full_like(need, -9.0)
-        other[..., -1] = -0.01
-        return torch.maximum(need, other)
+def beside(need: Tensor) -> Tensor:
+    """What two ranks need, of which the other one needs the last entry most."""
+    other = torch.full_like(need, -9.0)
+    other[..., -1] = -0.01
+    return torch.maximum(need, other)
 
 
 def test_query_heads_of_other_ranks_decide_too() -> None:
-    ranks: Any = Beside()
     positions = torch.arange(8, dtype=torch.int32)[None, None]
     score = torch.tensor([[[[0.0, 5, 0, 0, 0, 0, 0, 0]]]])
-    shape = ReadShape(1, 2, ((0, 8),))
-    # Position 8 is the newest, and in none of the slots.
-    found = choose(shape, torch.tensor([2]), by_score(score, ranks), positions, torch.tensor([9]), 0)
-    assert sorted(found.slots[0, 0].tolist()) == [0, 7], "the first token, and that of the other rank"
-    alone = choose(shape, torch.tensor([2]), by_score(score), positions, torch.tensor([9]), 0)
-    assert sorted(alone.slots[0, 0].tolist()) == [0, 1]
+    newest = torch.tensor([9])  # its position 8 is in none of the slots
+    for ranks, read in ((SINGLE_RANK, [0, 1]), (SimpleNamespace(largest=beside), [0, 7])):
+        needs = by_score(score, ranks)
+        found = choose(ReadShape(1, 2, ((0, 8),)), torch.tensor([2]), needs, positions, newest, 0)
+        assert sorted(found.slots[0, 0].tolist()) == read
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -192,13 +180,12 @@ def positions(heads: int) -> torch.Tensor:
 
 @product("shape,kind,recent,sinks", SHAPES, ["random", "equal", "broken"], [0, 1, 6], [0, 3])
 def test_the_same_is_chosen(shape: ReadShape, kind: str, recent: int, sinks: int) -> None:
-    generator = torch.Generator().manual_seed(shape.chosen)
-    score = torch.randn(len(LENGTHS), 2, 3, shape.entries, generator=generator)
+    score = torch.randn(len(LENGTHS), 2, 3, shape.entries, generator=generator(shape.chosen))
     if kind == "equal":
         score.zero_()
     elif kind == "broken":
         score[:, :, :, ::2] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None]
-    needs = partial(need_of, score, ranks=SINGLE_RANK)
+    needs = by_score(score)
     limit = torch.full((len(LENGTHS),), shape.chosen)
     for in_slots_order in (False, True):
         want = choose(shape, limit, needs, positions(2), LENGTHS, recent, in_slots_order, sinks=sinks)
@@ -211,9 +198,7 @@ def test_the_same_is_chosen(shape: ReadShape, kind: str, recent: int, sinks: int
             for head in range(2):
                 assert torch.equal(got.slots[row, head][got.chosen[row, head]], want.slots[row, head][hold[row, head]])
         assert bool((got.slots < SLOTS).all())
-        assert got.entries is not None
-        assert got.read is not None
-        assert want.read is not None
+        assert got.entries is not None and got.read is not None and want.read is not None
         assert torch.equal(got.read.sum(-1), want.read.sum(-1))
 
 
@@ -279,20 +264,20 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(shape: ReadShape, kind: str, heads: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, positions, and lengths of three rows: a full one, one with empty slots, and one without a token."""
-    generator = torch.Generator().manual_seed(shape.entries + shape.chosen)
+    dice = generator(shape.entries + shape.chosen)
     slots = shape.parts[-1][0] + shape.parts[-1][1]
-    score = torch.randn(3, heads, 2, shape.entries, generator=generator)
+    score = torch.randn(3, heads, 2, shape.entries, generator=dice)
     if kind == "ties":
         score = score.round()
     elif kind == "equal":
         score = torch.zeros_like(score)
     elif kind == "broken":
         some = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38])
-        score = some[torch.randint(0, 4, score.shape, generator=generator)]
-    order = [torch.randperm(LENGTH, generator=generator)[:slots] for _ in range(3 * heads)]
+        score = some[torch.randint(0, 4, score.shape, generator=dice)]
+    order = [torch.randperm(LENGTH, generator=dice)[:slots] for _ in range(3 * heads)]
     positions = torch.stack(order).view(3, heads, slots).int()
     positions[:, :, 7] = torch.where((positions == LENGTH - 1).any(-1), positions[:, :, 7], LENGTH - 1)
-    empty = torch.rand(3, heads, slots, generator=generator) < torch.tensor([0.0, 0.9, 1.0])[:, None, None]
+    empty = torch.rand(3, heads, slots, generator=dice) < torch.tensor([0.0, 0.9, 1.0])[:, None, None]
     return score, positions.masked_fill(empty, -1), torch.tensor([LENGTH, LENGTH, 0])
 
 
@@ -318,27 +303,18 @@ def wanted(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor]
     held = by_entry(shape, positions)
     need = need_of(score, (held < 0).all(-1), SINGLE_RANK)
     found: list[list[list[int]]] = []
-    for row in range(len(limit)):
+    for row, most in enumerate(limit.tolist()):
         found.append([])
-        for head in range(positions.shape[1]):
-            every = [position for position in positions[row, head].tolist() if position >= 0]
-            pages: list[list[int]] = held[row, head].tolist()
-            entries = slow(
-                shape,
-                int(limit[row]),
-                need[row, head].tolist(),
-                pages,
-                min(every, default=0),
-                int(length[row]),
-                recent,
-            )
+        for head, pages in enumerate(held[row].tolist()):
+            first = min((position for page in pages for position in page if position >= 0), default=0)
+            entries = slow(shape, most, need[row, head].tolist(), pages, first, int(length[row]), recent)
             found[-1].append([position for entry in entries for position in pages[entry] if position >= 0])
     return found
 
 
 def read(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], recent: int, **more: Any) -> Any:
     score, positions, length = drawn
-    found = choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, recent, **more)
+    found = choose(shape, limit, by_score(score), positions, length, recent, **more)
     kept = found.chosen & (positions.gather(-1, found.slots) >= 0)
     slots = [[slots[own] for slots, own in zip(*of_row, strict=True)] for of_row in zip(found.slots, kept, strict=True)]
     places = [
@@ -351,6 +327,9 @@ def read(shape: ReadShape, limit: Tensor, drawn: tuple[Tensor, Tensor, Tensor], 
 @product("kind,shape,recent", KINDS, READ_SHAPES, [1, 9])
 def test_the_most_needed_entries_are_read(shape: ReadShape, kind: str, recent: int) -> None:
     drawn = draw(shape, kind)
+    one = drawn[0][:1, :1], drawn[1][:1, :1], drawn[2][:1]
+    most = torch.tensor([shape.chosen])
+    assert read(shape, most, one, recent)[0] == wanted(shape, most, one, recent)
     for limit in (torch.full((3,), shape.chosen), torch.tensor([1, max(shape.chosen // 2, 1), 1])):
         want = wanted(shape, limit, drawn, recent)
         assert read(shape, limit, drawn, recent)[0] == want
@@ -360,29 +339,20 @@ def test_the_most_needed_entries_are_read(shape: ReadShape, kind: str, recent: i
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_head_and_one_row(kind: str) -> None:
-    shape = READ_SHAPES[1]
-    drawn = draw(shape, kind, heads=1)
-    one = drawn[0][:1], drawn[1][:1], drawn[2][:1]
-    assert read(shape, torch.tensor([15]), one, 1)[0] == wanted(shape, torch.tensor([15]), one, 1)
-
-
-@pytest.mark.usefixtures("blocks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("shape", [READ_SHAPES[1], pytest.param(READ_SHAPES[3], marks=pytest.mark.slow)])
 def test_compiled_choices_are_the_same(shape: ReadShape) -> None:
     torch.compiler.reset()
 
-    def by_score(score: Tensor, positions: Tensor, length: Tensor, in_order: bool) -> Any:
-        return choose(shape, limit, partial(need_of, score, ranks=SINGLE_RANK), positions, length, 1, in_order)
+    def chosen(score: Tensor, positions: Tensor, length: Tensor, in_order: bool) -> Any:
+        return choose(shape, limit, by_score(score), positions, length, 1, in_order)
 
-    compiled: Any = torch.compile(by_score, fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(chosen, fullgraph=True, dynamic=False)
     limit = torch.tensor([shape.chosen, 3, 1])
     for kind in ("ties", "equal"):  # needs that differ clearly, or not at all, however they are rounded
         drawn = draw(shape, kind)
         for in_order in (False, True):
-            want = by_score(*drawn, in_order)
+            want = chosen(*drawn, in_order)
             got = compiled(*drawn, in_order)
             assert torch.equal(got.chosen, want.chosen)
             assert torch.equal(got.slots[got.chosen], want.slots[want.chosen])

@@ -16,7 +16,6 @@ from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
 from kvpolicy.engine.attention import attend
 from kvpolicy.engine.replay import attend_context
 from kvpolicy.hf.forward_calls import check_step
-from kvpolicy.hf.transcript import extended
 from kvpolicy.statistics import Replay
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, ScoreTransform
@@ -364,16 +363,3 @@ def answers(policy: str, count: int) -> float:
 def test_a_question_after_the_context() -> None:
     """Four of a record's seven tokens answer questions, so that 60 % of the tokens are enough for the whole context."""
     assert answers("kvzip@0.6", 8) >= answers("snapkv@0.6", 8) + 0.4
-
-
-def test_rows_of_a_transcript() -> None:
-    """Embeddings of two chunks, and what layers are given beside them; all are counted."""
-    chunks = [(torch.rand(3, size, 8), torch.rand(3, size, 2, 4)) for size in (5, 2)]
-    transcript = None
-    for embeddings, by_layer in chunks:
-        transcript = extended(transcript, embeddings, None, None, 0, by_layer)
-    assert transcript is not None
-    some = transcript.map_rows(lambda t: t[[2, 0]])
-    for (embeddings, by_layer), ids, given in zip(chunks, some.ids, some.by_layer, strict=True):
-        assert torch.equal(ids, embeddings[[2, 0]]) and torch.equal(given, by_layer[[2, 0]])
-    assert some.nbytes == 2 * (7 * 4 * (8 + 2 * 4) + 7 + 8)

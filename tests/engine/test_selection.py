@@ -9,46 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvpolicy import Policy
-from kvpolicy.engine import merging
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.prompt_statistics import wanted
 from kvpolicy.engine.selection import Selection, rank_candidates, select_tokens
 from kvpolicy.engine.state import tensors
-from kvpolicy.hf.layer import make_store
-from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import View
-from kvpolicy.selectors.blocks import BlockAttention
-from kvpolicy.selectors.scissorhands import BelowMean
+from kvpolicy.selectors.probe import ProbeQueries
 from kvpolicy.statistics import (
     AttentionSum,
     Forward,
-    ModuleCall,
     RecentQueries,
     Replay,
     Results,
-    Rotation,
-    UnrotatedKeys,
+    Statistic,
     Vectors,
 )
 from kvpolicy.statistics.channel_sums import LargestQueries
-from kvpolicy.statistics.replay import NOT_REPLAYED
 from kvpolicy.statistics.statistic import first_of
 from kvpolicy.statistics.windows import Past, QueryWindow, ScoreTransform
-from tests.conformance.bench import Bench, draw
-from tests.conformance.fakes import Roll, undo
-from tests.conformance.policies import words
-from tests.engine.parts import (
-    Ranking,
-    Worth,
-    candidates_of,
-    contents_of,
-    gathered,
-    generator,
-    newest_queries,
-    shuffled,
-    slots_of,
-)
+from tests.engine.parts import Ranking, Worth, contents_of, generator, shuffled
 from tests.readers.bench import Layer
 from tests.readers.bench import draw as draw_tokens
 from tests.sampling import each_once, product
@@ -60,15 +38,12 @@ NEW = 6
 DIM = 4
 LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
 RIGHT = [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
-EVERY = (AttentionSum, RecentQueries, BelowMean, BlockAttention, Vectors, UnrotatedKeys, ModuleCall, Replay, Rotation)
 SEEN_BEFORE = torch.tensor([20, 11, 30])
 
 
-def prompt(valid: list[list[int]] | None, **more: Any) -> PendingPrompt:
+def prompt(valid: list[list[int]] | None) -> PendingPrompt:
     keys, values = (torch.randn(ROWS, HEADS, NEW, DIM, generator=generator(seed)) for seed in (0, 1))
-    return PendingPrompt(
-        keys, values, None if valid is None else torch.tensor(valid).bool(), ScoreTransform(0.5), **more
-    )
+    return PendingPrompt(keys, values, None if valid is None else torch.tensor(valid).bool(), ScoreTransform(0.5))
 
 
 def held_slots(count: int, seed: int) -> Tensor:
@@ -77,11 +52,9 @@ def held_slots(count: int, seed: int) -> Tensor:
     return positions.where(torch.rand(positions.shape, generator=generator(seed)) < 0.7, -1)
 
 
-def select(
-    selector: Ranking, positions: Tensor, pending: PendingPrompt, keep: list[int], past: Past | None = None
-) -> Selection:
+def select(selector: Ranking, positions: Tensor, pending: PendingPrompt, keep: list[int]) -> Selection:
     state = Worth(positions.float(), positions.long())
-    ranking = rank_candidates(contents_of(selector), (positions, state), pending, past, SEEN_BEFORE, torch.tensor(keep))
+    ranking = rank_candidates(contents_of(selector), (positions, state), pending, None, SEEN_BEFORE, torch.tensor(keep))
     return select_tokens(ranking, pending.idle)
 
 
@@ -104,73 +77,12 @@ def test_a_token_that_may_never_be_kept_leaves_its_place_empty() -> None:
         assert set(got.positions[0, 0][got.chosen[0, 0]].tolist()) == want
 
 
-@pytest.mark.parametrize("slots", [0, 4])
-@pytest.mark.parametrize("valid", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
-def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots: int) -> None:
-    positions = held_slots(slots, 7)
-    q = torch.randn(ROWS, HEADS * GROUP, NEW, DIM, generator=generator(5))
-    pending = prompt(valid)
-    every = candidates(positions, pending)
-    past_keys = torch.randn(ROWS, HEADS, slots, DIM, generator=generator(6))
-    past = Past(past_keys, 2 * past_keys, positions >= 0) if slots else None
-    wide = every.repeat_interleave(GROUP, 1)
-    newest = newest_queries(q, pending.valid, 3)
-    # Of the new tokens alone: no slot is in a block of this prompt.
-    blocks = wide[..., slots:].float() * 7
-    pending = pending._replace(
-        statistics=gathered(
-            attn_sum=wide.float() * 3, window=newest_queries(q, pending.valid, 2), below_mean=newest, blocks=blocks
-        ),
-        replay=every[..., slots:].float() * 5,
-        forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
-        rotation=KeyRotation(Roll(), torch.tensor([0, 3, 1])),  # pyright: ignore[reportArgumentType]
-    )
-    asked = (Vectors(), UnrotatedKeys(), ModuleCall(), Replay(chunk=8))
-    pending = pending._replace(statistics=(*pending.statistics, *asked))
-    ignored = BelowMean(3, newest).reduced(candidates_of(pending.keys, pending.valid, pending.transform, past))
-    selector = Ranking()
-    select(selector, positions, pending, [3, 3, 3], past)
-    (seen,) = selector.seen
-    (view,) = selector.views
-    tokens = seen[Vectors]
-    replayed = seen[Replay]
-    assert replayed is not None and tokens.scale == 0.5 and seen[ModuleCall] is pending.forward
-    assert view.added is not None and view.added.tolist() == (pending.lengths(SEEN_BEFORE) - SEEN_BEFORE).tolist()
-    assert view.added.tolist() == ([NEW] * ROWS if valid is None else [sum(row) for row in valid])
-    assert torch.equal(seen[AttentionSum], view.positions.repeat_interleave(GROUP, 1).float() * 3)
-    for b in range(ROWS):
-        for h in range(HEADS):
-            for place, position in enumerate(view.positions[b, h].tolist()):
-                if position < 0:
-                    continue
-                source = every[b, h].tolist().index(position)
-                queries = slice(h * GROUP, (h + 1) * GROUP)
-                assert seen[BelowMean][b, queries, place].tolist() == ignored[b, queries, source].tolist()
-                assert float(replayed[b, h, place]) == (NOT_REPLAYED if source < slots else position * 5)
-                key = past_keys[b, h, source] if source < slots else pending.keys[b, h, source - slots]
-                assert torch.equal(tokens.keys[b, h, place], key)
-                assert torch.equal(seen[UnrotatedKeys][b, h, place], undo(key, position + (0, 3, 1)[b]))
-                inside = 0 if source < slots else position * 7
-                assert seen[BlockAttention][b, queries, place].tolist() == [inside] * GROUP
-                value = 2 * key if source < slots else pending.values[b, h, source - slots]
-                assert torch.equal(tokens.values[b, h, place], value)
-        # The newest query sees every token there is, and nothing else.
-        columns = [*range(NEW)] if valid is None else [j for j in range(NEW) if valid[b][j]]
-        for hq in range(HEADS * GROUP):
-            there = view.positions[b, hq // GROUP] >= 0
-            scores = tokens.keys[b, hq // GROUP] @ q[b, hq, columns[-1]] * 0.5
-            want = scores.masked_fill(~there, -torch.inf).softmax(-1)
-            torch.testing.assert_close(
-                seen[RecentQueries].weights[b, hq, -1].where(there, 0), want, atol=1e-6, rtol=1e-5
-            )
-
-
 def test_what_was_not_asked_for_is_not_shown() -> None:
     selector = Ranking()
     select(selector, torch.empty(ROWS, HEADS, 0, dtype=torch.int32), prompt(None), [2, 2, 2])
     (seen,) = selector.seen
     (view,) = selector.views
-    assert not any(kind in seen for kind in EVERY)
+    assert not any(kind in seen for kind in (AttentionSum, RecentQueries, Vectors, Replay))
     assert view.alike and view.budget.tolist() == [2, 2, 2] and view.length.tolist() == (SEEN_BEFORE + NEW).tolist()
     select(selector, held_slots(1, 0), prompt(None), [2, 2, 2])
     assert not selector.views[-1].alike, "heads hold different tokens already"
@@ -179,11 +91,11 @@ def test_what_was_not_asked_for_is_not_shown() -> None:
 VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False, False]]
 
 
-def waiting(valid: Any = None, forward: Forward | None = None, **statistics: Any) -> PendingPrompt:
+def waiting(valid: Any = None, *statistics: Statistic[Any], forward: Forward | None = None) -> PendingPrompt:
     keys = torch.zeros(3, 2, 5, 8)
     values = torch.ones(3, 2, 5, 8)
     mask = None if valid is None else torch.tensor(valid)
-    return PendingPrompt(keys, values, mask, ScoreTransform(1.0), gathered(**statistics), forward)
+    return PendingPrompt(keys, values, mask, ScoreTransform(1.0), statistics, forward)
 
 
 def test_the_next_chunk_sees_what_slots_before_a_prompt_count_for() -> None:
@@ -203,23 +115,6 @@ def test_later_changes_of_the_callers_mask_do_not_count() -> None:
     assert own.valid.tolist() == VALID
 
 
-def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
-    k = torch.zeros(1, 1, 0, 4)
-
-    def kinds(policy: str) -> list[str]:
-        store = make_store(Policy.parse(policy), 0)
-        store.initialize(k)
-        return [type(each).__name__ for each in wanted(store.contents)]
-
-    assert kinds("window@0.5") == []
-    assert kinds("h2o@0.5") == ["AttentionSum", "GeneratedAttention"]
-    assert kinds("snapkv+mikv@0.5") == ["RecentQueries", "LargestQueries"]
-    assert kinds("kvcrush/probe@0.5") == ["ProbeQueries", "GeneratedAttention"]
-    assert kinds("scissorhands@0.5") == ["BelowMean", "GeneratedAttention"]
-    assert kinds("compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention"]
-    assert kinds("kvcrush/compactor@0.5") == ["Vectors", "UnrotatedKeys", "BlockAttention", "RecentQueries"]
-
-
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0, 1]]
 
 
@@ -231,7 +126,7 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
 
     def chunk(columns: slice) -> PendingPrompt:
         mine = keys[:, :, columns]
-        return PendingPrompt(mine, -mine, valid[:, columns], ScoreTransform(1.0), gathered(query_absmax=mine[:, :, 0]))
+        return PendingPrompt(mine, -mine, valid[:, columns], ScoreTransform(1.0), (LargestQueries(mine[:, :, 0]),))
 
     whole = chunk(slice(None))
     joined = chunk(slice(first)).joined(chunk(slice(first, None)))
@@ -241,47 +136,6 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
     assert found is not None and found.absmax is not None
     assert torch.equal(found.absmax, keys[:, :, 0].maximum(keys[:, :, first])), "statistics are joined pair by pair"
     assert first_of(RecentQueries, joined.statistics) is None
-
-
-@pytest.mark.parametrize("codec", ["tokenwise:block_size=4:residual_length=2", "staircase"])
-def test_a_token_is_read_from_any_slot(codec: str) -> None:
-    bench = Bench(words("h2o", "merge", codec.split(":")[0], budget="14"), [14] * 2)
-    bench.forward(*draw(30, 0, batch=2))
-    for step in range(4):
-        bench.forward(*draw(1, step + 1, batch=2))
-    store = bench.layer
-    past = store.past()
-    assert past is not None and sum(store.layout.coded)
-    for slot in range(store.layout.slots):
-        at = torch.full((2, 2, 1), slot)
-        token = merging.slot_tokens(
-            at,
-            at >= 0,
-            (store.tensors.keys, store.tensors.values),
-            slots_of(store).codes.view(),
-            store.tensors.positions,
-            store.tensors.counts,
-        )
-        torch.testing.assert_close(token.keys[:, :, 0], past.keys[:, :, slot])
-        torch.testing.assert_close(token.values[:, :, 0], past.values[:, :, slot])
-        assert torch.equal(token.positions[..., 0], store.tensors.positions[..., slot])
-        assert token.counts is not None and past.counts is not None
-        assert torch.equal(token.counts[..., 0], past.counts[..., slot])
-
-
-@pytest.mark.parametrize("codec", ["plain", "tokenwise", "kivi"])
-@pytest.mark.parametrize("decode", ["evict", "grow"])
-def test_every_token_is_counted_once(codec: str, decode: str) -> None:
-    """Without a gate nothing is lost: the counts of a head add up to all tokens that it has seen."""
-    policy = words(f"snapkv:window=4:decode={decode}", "merge:least=-1", codec, budget="12")
-    bench = Bench(policy, [12], new=20)
-    seen = 0
-    for size in (20, 1, 1, 1, 1, 1, 7, 1, 1, 1, 1, 1, 1):
-        bench.forward(*draw(size, seen))
-        seen += size
-        past: Any = bench.layer.past()
-        counts = (past.counts.exp() * past.occupied).sum(-1)
-        torch.testing.assert_close(counts, torch.full_like(counts, seen), rtol=1e-5, atol=1e-4)
 
 
 ROWS_OF = [
@@ -307,23 +161,20 @@ def test_a_row_without_a_token_merges_nothing(merger: str, codec: str) -> None:
         layer.between()
 
 
-WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
-
-
 def test_bytes_are_those_of_every_tensor() -> None:
     keys = 3 * 2 * 5 * 8 * 4
     assert waiting().nbytes == 2 * keys
-    window = WINDOW.queries.nbytes + WINDOW.at.nbytes
+    queries = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
     forward = Forward(nn.Identity(), torch.zeros(3, 5, 16), {}, queries=torch.zeros(3, 4, 5, 8))
-    more: dict[str, Any] = {
-        "attn_sum": torch.zeros(3, 4, 5),
-        "window": WINDOW,
-        "probes": WINDOW,
-        "query_absmax": torch.zeros(3, 2, 8),
-        "forward": forward,
-    }
+    statistics = (
+        AttentionSum(torch.zeros(3, 4, 5)),
+        RecentQueries(2, queries),
+        ProbeQueries(0.1, 0.1, 0, queries),
+        LargestQueries(torch.zeros(3, 2, 8)),
+    )
+    window = queries.queries.nbytes + queries.at.nbytes
     extra = 3 * 4 * 5 * 4 + 2 * window + 3 * 2 * 8 * 4 + 3 * 5 * 16 * 4 + 3 * 4 * 5 * 8 * 4
-    assert waiting(VALID, **more).nbytes == 2 * keys + 15 + extra
+    assert waiting(VALID, *statistics, forward=forward).nbytes == 2 * keys + 15 + extra
 
 
 HOLES = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
@@ -363,11 +214,3 @@ def test_the_best_tokens_are_kept(keep: list[int], valid: list[list[int]] | None
                 position = int(every[b, h, j])
                 old = position if j < slots else 0
                 assert float(got.state.worth[b, h, j]) == (old if idle else position * 7 % levels)
-
-
-def test_what_reads_the_slots_before_it() -> None:
-    assert not waiting().reads_past and not waiting(attn_sum=torch.zeros(3, 4, 5)).reads_past
-    forward = Forward(nn.Identity(), torch.zeros(3, 5, 16), {})
-    for name in ("window", "probes", "below_mean"):
-        assert waiting(None, None, **{name: WINDOW}).reads_past
-    assert waiting(forward=forward).reads_past

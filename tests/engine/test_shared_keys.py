@@ -14,20 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy import Policy
-from kvpolicy.engine.decode import Step
 from kvpolicy.engine.layer_store import LayerStore
-from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.engine.state import tensors
 from kvpolicy.hf.cache_names import cache_argument
-from kvpolicy.planning.memory import layer_spec
 from kvpolicy.statistics.windows import ScoreTransform
 from kvpolicy_eval.families.conversation import held_by
 from kvpolicy_eval.families.oracle import oracle
 from tests.conformance.models import SHARED, build
 from tests.conformance.test_models import compare
 from tests.engine.filled import prefilled, step, text
-from tests.engine.parts import generator
 
 FAMILIES = [*SHARED]
 TURNS = [(30, 0), (1, 1), (1, 2), (1, 3), (6, 4), (1, 5), (1, 6)]
@@ -239,56 +233,23 @@ def test_what_cannot_be_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         model(text(1, 20))
 
 
-ROWS = 2
-HEADS = 2
-GROUP = 2
-DIM = 8
-PROMPT = 12
-KEPT = 8
-TRANSFORM = ScoreTransform(0.7)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_chooses_what_it_reads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own queries, as if it were a layer whose slots these are."""
+    model = build(family)
+    layers: list[LayerStore] = []
 
+    def read(self: LayerStore, q: Tensor, transform: ScoreTransform, step: Any) -> Any:
+        out, step = original(self, q, transform, step)
+        assert self.slots is not None
+        torch.testing.assert_close(out, self.slots.reads.attend(q, transform, False)[0])
+        layers.append(self)
+        return out, step
 
-def drawn(heads: int, columns: int, seed: int) -> Tensor:
-    return torch.randn(ROWS, heads, columns, DIM, generator=generator(seed))
-
-
-def filled(policy: str, group: int) -> LayerStore:
-    """A layer behind a prompt in which the second half of each group repeats the first, so that all rank alike."""
-    store = LayerStore(layer_spec(Policy.parse(policy), 0))
-    q = drawn(HEADS * GROUP, PROMPT, 1)
-    k = drawn(HEADS, PROMPT, 2)
-    v = drawn(HEADS, PROMPT, 3)
-    q = q.unflatten(1, (HEADS, GROUP)).repeat(1, 1, group // GROUP, 1, 1).flatten(1, 2)
-    store.initialize(k, group=group)
-    _, pending = store.attend_prompt(q, k, v, None, TRANSFORM)
-    keep = torch.full((ROWS,), KEPT)
-    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
-    return store
-
-
-@pytest.mark.parametrize("policy", ["tova@8", "quest:read=0.5:page=1:dense=0+window@8", "window@8"])
-def test_a_layer_that_is_read_is_one_with_more_heads(policy: str) -> None:
-    """Of slots, outputs and states, in steps that evict, while queries of both layers differ."""
-    alone = filled(policy, 2 * GROUP)
-    joint = filled(policy, GROUP)
-    for number in range(5):
-        own = drawn(HEADS * GROUP, 1, 10 + number)
-        other = drawn(HEADS * GROUP, 1, 20 + number)
-        k = drawn(HEADS, 1, 30 + number)
-        v = drawn(HEADS, 1, 40 + number)
-        both = torch.cat([own.unflatten(1, (HEADS, -1)), other.unflatten(1, (HEADS, -1))], 2).flatten(1, 2)
-        expected = alone.append(both, k, v, None, TRANSFORM).unflatten(1, (HEADS, -1))
-        first, step = joint.attend_step(own, k, v, None, TRANSFORM)
-        assert isinstance(step, Step)
-        second, step = joint.read(other, TRANSFORM, step)
-        joint.end_step(step)
-        for store in (alone, joint):
-            store.count_step()
-        if "quest" not in policy:  # of which each layer chooses what it reads by itself
-            found = torch.cat([first.unflatten(1, (HEADS, -1)), second.unflatten(1, (HEADS, -1))], 2)
-            assert torch.allclose(found, expected, atol=1e-6)
-            assert torch.equal(alone.tensors.positions, joint.tensors.positions)
-            for one, two in zip(tensors(alone.tensors.state), tensors(joint.tensors.state), strict=True):
-                assert torch.allclose(one, two, atol=1e-6)
-        own_choice = joint.slots.reads.attend(other, TRANSFORM, False)[0] if joint.slots is not None else None
-        assert own_choice is not None and torch.allclose(second, own_choice, atol=1e-6)
+    original = LayerStore.read
+    monkeypatch.setattr(LayerStore, "read", read)
+    with kvpolicy.attach(model, "quest:read=0.5:page=1:dense=0+window@12"):
+        cache = prefilled(model)
+        for token in (5, 6, 7):
+            step(model, cache, token)
+    assert len(layers) == 3 * 2

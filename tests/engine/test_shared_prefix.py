@@ -77,6 +77,8 @@ def make_prefix(name: str, transform: ScoreTransform) -> LayerStore:
     keep = torch.tensor([PROMPT if "full" in policy else KEPT])
     more = torch.full_like(keep, extra)
     store.compress(pending, RowBudget(keep, more, keep + more, torch.full_like(keep, PROMPT + extra)))
+    held = store.geometry.tokens_by_head()[0].tolist()
+    assert len({*held}) == (HEADS if "head budgets" in name else 1), "heads are padded to the longest one"
     return store
 
 
@@ -207,13 +209,6 @@ def test_a_random_walk(own: str, seed: int) -> None:
             rows.select([dice.randrange(count) for _ in range(dice.randint(1, 4))])
 
 
-def test_heads_of_a_prefix_may_hold_different_numbers_of_tokens() -> None:
-    """So that the test above is about heads that are padded to the longest one."""
-    for name in ("head budgets", "codes with head budgets"):
-        held = make_prefix(name, TRANSFORMS["plain"]).geometry.tokens_by_head()[0]
-        assert len(set(held.tolist())) == HEADS
-
-
 def test_prompts_larger_than_a_tile_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are taken a few at a time, in the order of rows, heads and tokens."""
     monkeypatch.setattr("kvpolicy.engine.shared_prefix.TILE_ELEMENTS", 1)
@@ -275,9 +270,8 @@ def test_the_text_must_not_change_while_it_is_shared() -> None:
             "batch_repeat_interleave": lambda: text.batch_repeat_interleave(2),
         }
         for name, call in calls.items():
-            with pytest.raises(
-                KVPolicyStateError, match=f"{name}.* must not change a cache whose slots other caches share"
-            ):
+            refused = f"{name}.* must not change a cache whose slots other caches share"
+            with pytest.raises(KVPolicyStateError, match=refused):
                 call()
         text.reset()
         forward(model, ids, mask, 0, TEXT, text)

@@ -1,8 +1,6 @@
-"""The content of a store, taken and put; inside a period of scheduled work, too."""
+"""The content of a store, of which each rank takes its heads; `tests/files` has caches that are saved and loaded."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -13,19 +11,11 @@ from kvpolicy.engine import snapshot
 from kvpolicy.engine.head_cut import Heads, cut
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board
-from kvpolicy.engine.snapshot import Snapshot, put, take
+from kvpolicy.engine.snapshot import Snapshot
 from kvpolicy.protocols import SINGLE_RANK
 from tests.conformance.models import build
 from tests.engine.parts import index_of
 from tests.readers.bench import Layer, draw
-
-
-def restored(store: LayerStore, empty: LayerStore) -> None:
-    """Give an empty store what another one holds, as a file would."""
-    taken = take(store)
-    tensors = {name: t.clone() for name, t in taken.tensors.items()}
-    content = Snapshot(tensors, json.loads(json.dumps(taken.numbers)))
-    put(empty, content, SINGLE_RANK, torch.float32, store.tensors.keys.device)
 
 
 def test_layers_that_share_a_choice_go_on_sharing_it() -> None:
@@ -36,14 +26,8 @@ def test_layers_that_share_a_choice_go_on_sharing_it() -> None:
     for layer in pairs[0]:
         layer.prompt(*draw(26, layer.store.layer_idx))
     for one, other in zip(*pairs, strict=True):
-        restored(one.store, other.store)
+        snapshot.put(other.store, snapshot.take(one.store), SINGLE_RANK, torch.float32, torch.device("cpu"))
         assert index_of(other.store).same_slots == index_of(one.store).same_slots == (one.store.layer_idx == 1)
-    for step in range(4):
-        for one, other in zip(*pairs, strict=True):
-            new = draw(1, 10 * step + one.store.layer_idx)
-            assert torch.equal(one.step(*new), other.step(*new))
-            one.between()
-            other.between()
 
 
 POLICIES = ["h2o@0.5", "uniform/adakv+h2o@0.5", "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=3@0.5"]
@@ -96,32 +80,3 @@ def test_what_does_not_fit_is_refused(policy: str) -> None:
         with pytest.raises(KVPolicyError, match="must fit the policy and the model"):
             snapshot.begin(scratch, each, SINGLE_RANK, torch.float32, torch.device("cpu"))
             cut(scratch, each, Heads(0, 1, 1))
-
-
-STEPS = 12
-SCHEDULED = {
-    "ranked again every 5 tokens": "keydiff:every=5@0.5",
-    "sorted again every 5 steps": "snapkv+quest:read=6:page=2:dense=0:resort=5@0.5",
-    "recoded every 5 tokens": "h2o+zipcache:recode_every=5@0.5",
-    "demoted in blocks": "h2o+tokenwise:block_size=5:residual_length=2@0.5",
-    "grown as it goes": "full+kivi:group_size=4:residual_length=5",
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_every_later_step_gives_the_same_bits(name: str) -> None:
-    one, other = (Layer(SCHEDULED[name], [14, 9], new=2) for _ in range(2))
-    q, k, v = draw(26, 1, batch=2)
-    one.prompt(q, k, v, torch.arange(26) >= torch.tensor([[0], [7]]))
-    one.store.ensure_capacity()
-    for step in range(3):
-        one.step(*draw(1, 10 + step, batch=2), valid=torch.tensor([[True], [step != 1]]))
-        one.between()
-    restored(one.store, other.store)
-    for step in range(STEPS):
-        new = draw(1, 50 + step, batch=2)
-        outs = [layer.step(*new) for layer in (one, other)]
-        assert torch.equal(*outs), step
-        assert torch.equal(one.store.tensors.positions, other.store.tensors.positions), step
-        for layer in (one, other):
-            layer.between()

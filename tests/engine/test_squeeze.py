@@ -54,36 +54,26 @@ SCALES = {"granite": 0.3, "falcon_h1": 0.5, "minicpm3": 1.4 / 3**0.5}
 """Factors of attention's output where it is added."""
 
 
-class Residuals:
-    """The residual stream before and after every attention, by hooks that know each family's block by heart."""
+def follow(model: nn.Module, family: str) -> dict[int, Tensor]:
+    """Cosines of the residual stream before and after every attention, from hooks that know the blocks by heart."""
+    cosines: dict[int, Tensor] = {}
+    held: dict[int, Tensor] = {}
 
-    def __init__(self, model: nn.Module, family: str) -> None:
-        self.cosines: dict[int, Tensor] = {}
-        self._held: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
-        for name, module in model.named_modules():
-            index = getattr(module, "layer_idx", None)
-            if isinstance(index, int) and type(module).__name__.endswith("Attention"):
-                block = model.get_submodule(name.rpartition(".")[0])
-                behind: nn.Module = module
-                if family in BEHIND:
-                    behind = block.get_submodule(BEHIND[family])
-                self._follow(index, block, behind, SCALES.get(family, 1.0))
+    def before(index: int, args: Any, kwargs: Any) -> None:
+        held[index] = (args[0] if args else kwargs["hidden_states"]).double()
 
-    def _follow(self, index: int, block: nn.Module, behind: nn.Module, scale: float) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._held[index] = args[0] if args else kwargs["hidden_states"]
+    def after(index: int, out: Any) -> None:
+        update = (out[0] if isinstance(out, tuple) else out).double() * SCALES.get(family, 1.0)
+        cosines[index] = F.cosine_similarity(held[index], held[index] + update, dim=-1)
 
-        def after(_: nn.Module, args: Any, out: Any) -> None:
-            update = (out[0] if isinstance(out, tuple) else out).double() * scale
-            x = self._held[index].double()
-            self.cosines[index] = F.cosine_similarity(x, x + update, dim=-1)
-
-        self._hooks += [block.register_forward_pre_hook(before, with_kwargs=True), behind.register_forward_hook(after)]
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and type(module).__name__.endswith("Attention"):
+            block = model.get_submodule(name.rpartition(".")[0])
+            behind = block.get_submodule(BEHIND[family]) if family in BEHIND else module
+            block.register_forward_pre_hook(lambda _, *given, at=index: before(at, *given), with_kwargs=True)
+            behind.register_forward_hook(lambda _, args, out, at=index: after(at, out))
+    return cosines
 
 
 @pytest.mark.parametrize("family", [name for name in (*FAMILIES, *UNNAMED) if name != "gemma3n"])
@@ -92,14 +82,13 @@ def test_cosine_of_the_residual_stream(family: str) -> None:
 
     Gemma 3n has several streams: see `test_hidden_states_of_several_streams`.
     """
-    model = build(family)
     ids, mask = make_batch(LENGTHS, [40])
-    direct = Residuals(model, family)
-    talk(model, ids, mask, [40], None)
-    direct.close()
-    cache = talked(model, "squeeze+window@0.5", LENGTHS, [40])
+    stock = copy.deepcopy(build(family))
+    cosines = follow(stock, family)
+    talk(stock, ids, mask, [40], None)
+    cache = talked(build(family), "squeeze+window@0.5", LENGTHS, [40])
     for place, layer in enumerate(cache.policy_layers):
-        cosine = direct.cosines[layer.layer_idx]
+        cosine = cosines[layer.layer_idx]
         want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
         assert torch.allclose(cache.cosines()[:, place].double(), want, atol=1e-5)
 
@@ -142,24 +131,11 @@ def test_the_projection_may_stand_around_the_attention(kind: str) -> None:
 
 def test_hidden_states_of_several_streams() -> None:
     """Gemma-3n's attention reads and changes one of them."""
-    torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention"] * 2
-    more: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "layer_types": kinds,
-        "sliding_window": 8,
-        "num_kv_shared_layers": 0,
-    }
-    sizes: dict[str, Any] = {"vocab_size": 48, "vocab_size_per_layer_input": 48, "hidden_size": 32, "head_dim": 8}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    streams: dict[str, Any] = {"altup_num_inputs": 3, "laurel_rank": 4, "hidden_size_per_layer_input": 4}
-    config = transformers.Gemma3nTextConfig(**more, **sizes, **heads, **streams)
-    model: Any = transformers.Gemma3nForCausalLM(config).eval()
-    found: dict[int, list[Tensor]] = {}
+    model = copy.deepcopy(build("gemma3n"))
+    found: dict[int, list[Tensor]] = {index: [] for index in range(len(model.model.layers))}
     for index, block in enumerate(model.model.layers):
-        seen = found[index] = []
-        block.input_layernorm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        block.pre_feedforward_layernorm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        for norm in (block.input_layernorm, block.pre_feedforward_layernorm):
+            norm.register_forward_pre_hook(lambda _, args, at=index: found[at].append(args[0]))
     ids = torch.randint(3, 48, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), kvpolicy.attach(model, "squeeze+window@0.5") as handle:
         model(ids)
@@ -185,18 +161,8 @@ def test_norms_that_transformers_knows() -> None:
 
 def deep() -> Any:
     """Eight layers whose attention matters more or less."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(3)
-    config = LlamaConfig(
-        num_hidden_layers=8,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=48,
-    )
-    model: Any = LlamaForCausalLM(config).eval()
+    model = copy.deepcopy(build("llama", layers=8))
     for layer, gain in zip(model.model.layers, [40.0, 1, 20, 1, 0.5, 30, 1, 10], strict=True):
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02 * gain)
     return model
@@ -230,12 +196,9 @@ def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) ->
 def test_a_profile_of_another_model(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile(build("llama"), [make_batch([20], [20])[0]], path)
-    with (
-        pytest.raises(ValueError, match="must be of a model with 8 layers, got 3"),
-        kvpolicy.attach(deep(), f"squeeze:profile={path}+window@0.5") as handle,
-    ):
-        talk(deep(), *make_batch([20], [20]), [20], None)
-        model = handle._model
+    model = deep()
+    refused = pytest.raises(ValueError, match="must be of a model with 8 layers, got 3")
+    with refused, kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
         talk(model, *make_batch([20], [20]), [20], PolicyCache(model))
 
 
@@ -251,13 +214,6 @@ def test_measured_once_per_conversation() -> None:
     assert torch.equal(cache.cosines(), cosines)
     totals = torch.stack([layer.budget for layer in cache.policy_layers]).sum(0)
     assert totals.tolist() == [8 * ((length + 10) // 2) for length in LENGTHS]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_too_few_layers_share_evenly(family: str) -> None:
-    """Groups need three layers; gemma2's sliding layers are not counted."""
-    cache = talked(build(family), "squeeze:groups=4+window@0.5", [20], [20])
-    assert [int(layer.budget) for layer in cache.policy_layers] == [10] * 3
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -285,30 +241,22 @@ def slow_massive(hidden: Tensor, valid: Tensor | None, count: int) -> list[list[
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 9])
-@pytest.mark.parametrize("padded", [False, True])
-def test_massive_tokens(count: int, padded: bool) -> None:
-    hidden = torch.randn(3, 7, 4, generator=generator(count))
-    hidden[1, 2] *= 100
-    valid = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]).bool()
-    got = massive_tokens(hidden, valid if padded else None, count)
-    assert got.tolist() == slow_massive(hidden, valid if padded else None, count)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 500])
+@pytest.mark.parametrize("padding", ["none", "left", "between"])
 @pytest.mark.parametrize("length", [7, 40])
-def test_of_repeated_tokens_the_earlier_ones_are_found(count: int, length: int) -> None:
-    """What a first layer is given of a prompt that has every token several times."""
-    vectors = torch.randn(3, 4, generator=generator(count))
-    hidden = vectors[torch.randint(3, (2, length), generator=generator(length))]
-    valid = torch.arange(length) >= torch.tensor([[0], [length // 2]])
-    assert massive_tokens(hidden, valid, count).tolist() == slow_massive(hidden, valid, count)
-    alone = massive_tokens(hidden[1:, length // 2 :], None, count)
-    assert massive_tokens(hidden, valid, count)[1:, length // 2 :].equal(alone), "padding changes nothing"
-
-
-def test_more_activations_than_there_are_is_all_tokens() -> None:
-    assert massive_tokens(torch.ones(1, 1, 2), None, 50).tolist() == [[True]]
+def test_massive_tokens(count: int, padding: str, length: int) -> None:
+    """Of numbers of any size, and of a prompt that has every token several times, as what a first layer is given."""
+    hidden = torch.randn(3, length, 4, generator=generator(count))
+    hidden[1, 2] *= 100
+    hidden[2] = hidden[2, torch.randint(3, (length,), generator=generator(length))]
+    valid = None
+    if padding != "none":
+        valid = torch.arange(length) >= torch.tensor([[0], [0], [3]])
+        valid[1, 2] = padding == "left"
+    got = massive_tokens(hidden, valid, count)
+    if valid is not None:
+        got &= valid  # padding is found in a row with too few numbers
+    assert got.tolist() == slow_massive(hidden, valid, count)
 
 
 def slow_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> list[float]:
@@ -328,21 +276,16 @@ def slow_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> list[fl
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_mean_cosine(padded: bool) -> None:
-    before, update = (torch.randn(4, 5, 6, generator=generator(seed)) for seed in (1, 2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mean_cosine(dtype: torch.dtype, padded: bool) -> None:
+    before, update = (torch.randn(4, 5, 6, generator=generator(seed)).to(dtype) for seed in (1, 2))
     update[0] = -before[0]  # nothing is left, which is like nothing
     update[1] = -2 * before[1]
-    valid = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
-    got = sum_cosines(before, update, valid if padded else None).mean
-    assert got.dtype == torch.float32
-    assert got.tolist() == pytest.approx(slow_cosine(before, update, valid if padded else None), abs=1e-6)
-
-
-def test_half_precision_and_gradients_do_not_matter() -> None:
-    before, update = (torch.randn(1, 4, 8, generator=generator(seed)).bfloat16().requires_grad_() for seed in (1, 2))
-    got = sum_cosines(before, update, None).mean
-    assert not got.requires_grad
-    assert got.tolist() == pytest.approx(slow_cosine(before.detach(), update.detach(), None), abs=1e-5)
+    every = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    valid = every if padded else None
+    got = sum_cosines(before.clone().requires_grad_(), update, valid).mean
+    assert got.dtype == torch.float32 and not got.requires_grad
+    assert got.tolist() == pytest.approx(slow_cosine(before, update, valid), abs=1e-5)
 
 
 TRANSFORMS = {
@@ -354,14 +297,12 @@ TRANSFORMS = {
 EVERY = AttentionNeeds(("mean", "variance", "entropy", "total", "value_size"), 5)
 
 
-def pending_of(
-    transform: ScoreTransform, valid: Tensor | None = None, width: int = 5, tokens: int = 19
-) -> tuple[Tensor, PendingPrompt]:
+def pending_of(transform: ScoreTransform, valid: Tensor | None, tokens: int = 19) -> tuple[Tensor, PendingPrompt]:
     """Queries of four heads, and the prompt of three rows with two KV heads."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    dice = generator(0)
+    q, k, v = (torch.randn(3, heads, tokens, 8, generator=dice) for heads in (4, 2, 2))
     coming = Coming(valid, tokens, torch.zeros(3, dtype=torch.int64), None)
-    recent = RecentQueries(width).begun(coming).added(Tile(q, k, 0, valid, True))
+    recent = RecentQueries(9).begun(coming).added(Tile(q, k, 0, valid, True))
     summed = AttentionSum(attend(q, k, v, transform, None, valid, True)[1])
     return q, PendingPrompt(k, v, valid, transform, (summed, recent, NewestQueries(2)))
 
@@ -376,15 +317,16 @@ def matrix(q: Tensor, k: Tensor, transform: ScoreTransform, row: int, head: int,
     return weights / (weights.sum(-1, keepdim=True) + sink)
 
 
-@product("name,padding,width", [*TRANSFORMS], ["none", "left", "between", "all but one"], [5, 9])
-def test_as_whole_matrices(name: str, padding: str, width: int) -> None:
+@product("name,padding", [*TRANSFORMS], ["none", "left", "between", "all but one"])
+def test_as_whole_matrices(name: str, padding: str) -> None:
+    """With more queries than are asked for."""
     transform = TRANSFORMS[name]
     valid = None if padding == "none" else torch.ones(3, 19, dtype=torch.bool)
     if valid is not None:
         valid[1] = torch.arange(19) >= {"left": 7, "between": 0, "all but one": 18}[padding]
         if padding == "between":
             valid[1, [0, 4, 5, 17]] = False
-    q, pending = pending_of(transform, valid, width)
+    q, pending = pending_of(transform, valid)
     seen = layer_attention(pending, EVERY, SINGLE_RANK)
     for row in range(3):
         own = list(range(19)) if valid is None else valid[row].nonzero()[:, 0].tolist()

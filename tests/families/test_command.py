@@ -153,14 +153,12 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: l
 
 def test_cells() -> None:
     assert answer(None) == ""
-    assert answer(GOOD) == "yes" and answer(NO) == "no: ALiBi"
     assert answer(STOCKLESS) == "stock does not run: it takes a token of each codebook at a position"
     other = {**GOOD, "planned": {"nbytes": 1000}}
     assert bytes_of(GOOD) == (1234, 1234) and bytes_of(NO) is None
     assert held({CAUSAL: GOOD, IMAGE: GOOD}) == "1,234"
     assert held({CAUSAL: GOOD, IMAGE: other}) == "1,234; 1,000, 1,234"
-    known = {Entry(CAUSAL, "llama").key: GOOD}
-    assert "`llama`" in tables(known)["families"] and "mistral" not in tables(known)["families"]
+    assert "mistral" not in tables({Entry(CAUSAL, "llama").key: GOOD})["families"]
 
 
 def test_the_stamp_changes_with_versions_and_code(tmp_path: Path) -> None:

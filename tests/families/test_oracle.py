@@ -15,6 +15,7 @@ from kvpolicy_eval.families.entries import CAUSAL, Entry, installed
 from kvpolicy_eval.families.oracle import owners_of
 from kvpolicy_eval.families.prompts import PROMPT, prompt, turns
 from kvpolicy_eval.families.small_model import build
+from tests.engine.test_attach import trace
 
 HEADS = {"llama": 2, "falcon": 1, "gemma3n_text": 2, "deepseek_v3": 1}
 """KV heads of families whose attention is reached in different ways: by the interface, outside it, shared, latent."""
@@ -32,6 +33,7 @@ def test_hidden_tokens_do_not_matter(name: str) -> None:
     if entry not in installed():
         pytest.skip("this version of transformers lacks it")
     model = build(entry)
+    before = trace(model)
     stock = played(model, entry, {})
     everything = {layer: torch.ones(1, HEADS[name], PROMPT, dtype=torch.bool) for layer in range(4)}
     assert largest(played(model, entry, everything), stock) == 0.0
@@ -40,6 +42,7 @@ def test_hidden_tokens_do_not_matter(name: str) -> None:
     hidden = played(model, entry, some)
     assert difference(hidden[0], stock[0]) == 0.0, "the prompt itself attends to all of it"
     assert largest(hidden[1:], stock[1:]) > 1e-3
+    assert trace(model) == before
     assert largest(played(model, entry, {}), stock) == 0.0, "nothing stays behind"
 
 
@@ -53,11 +56,3 @@ def test_readers_of_a_layer_see_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
     both = played(model, entry, held)
     monkeypatch.setattr("kvpolicy_eval.families.oracle.owners_of", lambda _: {})
     assert largest(played(model, entry, held)[1:], both[1:]) > 1e-4
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model: Any = build(Entry(CAUSAL, "falcon"))
-    before = model.config._attn_implementation
-    played(model, Entry(CAUSAL, "falcon"), {0: torch.zeros(1, 1, PROMPT, dtype=torch.bool)})
-    assert model.config._attn_implementation == before
-    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -139,9 +139,6 @@ def test_rows_that_differ_in_a_padded_batch_are_wrong(monkeypatch: pytest.Monkey
 )
 def test_faults(result: dict[str, Any], words: str) -> None:
     assert any(words in fault for fault in faults_of(result))
-
-
-def test_a_refusal_by_the_forward_alone_is_none_of_the_plan() -> None:
     said = "Every layer must attend once in a forward, got layer 1 twice."
-    result = {"verdict": REFUSED, "sentence": said, "attached": True, "planned": {"nbytes": 9}}
-    assert [*faults_of(result)] == [] and REFUSED not in FAILED
+    refused = {"verdict": REFUSED, "sentence": said, "attached": True, "planned": {"nbytes": 9}}
+    assert [*faults_of(refused)] == [] and REFUSED not in FAILED, "a refusal by the forward alone is none of the plan"

@@ -25,7 +25,7 @@ from kvpolicy.hf import cache_file
 from kvpolicy.hf.cache_header import KEY, read_header
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
-from tests.files.test_saved_cache import start
+from tests.files.test_saved_cache import CUT, start
 from tests.robust.hostile import refused
 
 NASTY = [
@@ -117,9 +117,8 @@ def next_logits(model: Any, cache: PolicyCache) -> Tensor:
 
 
 @pytest.mark.parametrize("spec", POLICIES)
-def test_every_field_with_nasty_values(spec: str, tmp_path: Path) -> None:
+def test_every_field_with_nasty_values(spec: str, path: Path) -> None:
     model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, spec):
         cache, ids, _ = start(model, [26, 26])
         header, tensors = stored(cache, path, tokens=ids[:, : cache.get_seq_length()], compress="zlib")
@@ -172,10 +171,11 @@ def bombs(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
         yield {**header, "layers": {**header["layers"], "0": {**layer, **change}}}, load_file(path)
 
 
-def test_files_that_would_need_more_memory_than_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_would_need_more_memory_than_they_hold(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("llama", layers=2)
     whole = tmp_path / "whole.safetensors"
-    path = tmp_path / "cache.safetensors"
     largest = 0
     empty = torch.empty
 
@@ -196,34 +196,9 @@ def test_files_that_would_need_more_memory_than_they_hold(tmp_path: Path, monkey
     assert largest < cache_file.MOST_INFLATED * 2**16
 
 
-def test_compressed_codes_with_something_behind_them(tmp_path: Path) -> None:
-    model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.5"):
-        header, tensors = stored(start(model, [26])[0], path, compress="zlib")
-        name = next(iter(header["packed"]))
-        for blob in (torch.cat([tensors[name], tensors[name][:1]]), tensors[name][:-1], tensors[name][:0]):
-            forge(path, json.dumps(header), {**tensors, name: blob})
-            with pytest.raises(KVPolicyError, match="must be as it was written"):
-                PolicyCache.load(model, path)
-
-
-def test_pinned_tokens_of_another_policy(tmp_path: Path) -> None:
-    """A file with a policy that pins more tokens allocates nothing for them."""
-    model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, "rotate:sinks=2:group_size=4:residual_length=4"):
-        header, tensors = stored(start(model, [26])[0], path)
-        header["policy"]["codec"]["rotate"]["sinks"] = 30_000
-        forge(path, json.dumps(header), tensors)
-        with pytest.raises(KVPolicyError, match="another number of pinned tokens"):
-            PolicyCache.load(model, path)
-
-
-def test_codes_of_zeros_can_be_read_again(tmp_path: Path) -> None:
+def test_codes_of_zeros_can_be_read_again(path: Path) -> None:
     """What compresses better than a file may is written as it is."""
     model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         cache = start(model, [26])[0]
         cache.save(path)
@@ -233,9 +208,8 @@ def test_codes_of_zeros_can_be_read_again(tmp_path: Path) -> None:
     assert torch.equal(cache_file.read(path).tensors["a.codes.b"], zeros)
 
 
-def test_paths_and_tokens_of_wrong_kinds(tmp_path: Path) -> None:
+def test_paths_and_tokens_of_wrong_kinds(tmp_path: Path, path: Path) -> None:
     model = build("llama", layers=2)
-    path: Any = tmp_path / "cache.safetensors"
     wrong: Any
     with kvpolicy.attach(model, "h2o@0.5"):
         cache, ids, _ = start(model, [26])
@@ -253,9 +227,10 @@ def test_paths_and_tokens_of_wrong_kinds(tmp_path: Path) -> None:
         assert cache_file.read(path).tensors["tokens"].dtype == torch.int64
 
 
-def test_places_where_nothing_can_be_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_where_nothing_can_be_written_or_read(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
     wrong: Any
     with kvpolicy.attach(model, "h2o@0.5"):
         cache, _, _ = start(model, [26])
@@ -282,9 +257,8 @@ def test_places_where_nothing_can_be_written_or_read(tmp_path: Path, monkeypatch
     assert [each.name for each in tmp_path.iterdir()] == ["cache.safetensors"]
 
 
-def test_a_cache_may_be_read_by_whom_other_files_may_be_read(tmp_path: Path) -> None:
+def test_a_cache_may_be_read_by_whom_other_files_may_be_read(path: Path) -> None:
     model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         cache, _, _ = start(model, [26])
         for mask in (0o022, 0o077):
@@ -296,66 +270,97 @@ def test_a_cache_may_be_read_by_whom_other_files_may_be_read(tmp_path: Path) -> 
             assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
-def test_tensors_of_sliding_windows(tmp_path: Path) -> None:
-    model = build("gemma2")
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, "h2o@0.5"):
-        header, tensors = stored(start(model, [26])[0], path)
+Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
+
+
+def codes(edit: Callable[[Tensor], Tensor]) -> Change:
+    """Other compressed codes."""
+
+    def change(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        name = next(iter(header["packed"]))
+        tensors[name] = edit(tensors[name])
+
+    return change
+
+
+def window(edit: Callable[[Tensor], Tensor]) -> Change:
+    """Other values of a sliding layer."""
+
+    def change(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         name = f"layers.{next(iter(header['windows']))}.values"
-        held = tensors[name]
-        for changed in (held[:, :1], held[:, :, :1], held.half(), held[0]):
-            forge(path, json.dumps(header), tensors | {name: changed.contiguous()})
-            with pytest.raises(KVPolicyError, match=f"must have the tensor {name} as"):
-                PolicyCache.load(model, path)
+        tensors[name] = edit(tensors[name]).contiguous()
+
+    return change
 
 
-def test_slots_of_other_tokens_and_pages_of_other_heads(tmp_path: Path) -> None:
-    model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, "uniform/adakv+h2o@0.7"):
-        header, tensors = stored(start(model, [26])[0], path)
-        unseen = int(tensors["layers.0.length"])
-        for name, number, message in (
-            ("positions", unseen, "positions in layer 0 of tokens that its rows have not seen"),
-            ("positions", -2, "positions in layer 0 of tokens that its rows have not seen"),
-            ("owner", 3, "pages in layer 0 of heads that it does not have"),
-            ("owner", -1, "pages in layer 0 of heads that it does not have"),
-        ):
-            held = tensors[f"layers.0.{name}"].clone()
-            held.view(-1)[0] = number
-            forge(path, json.dumps(header), tensors | {f"layers.0.{name}": held})
-            with pytest.raises(KVPolicyError, match=message):
-                PolicyCache.load(model, path)
+def first(name: str, number: int) -> Change:
+    """Another first number in a tensor of layer 0."""
+
+    def change(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[f"layers.0.{name}"].view(-1)[0] = number
+
+    return change
 
 
-def as_floats(tokens: Tensor) -> Tensor:
-    return tokens.view(torch.float64)
+def pins(header: dict[str, Any], _: dict[str, Tensor]) -> None:
+    """A policy that pins more tokens, for which nothing is allocated."""
+    header["policy"]["codec"]["rotate"]["sinks"] = 30_000
 
 
-def with_other_rows(tokens: Tensor) -> Tensor:
-    return tokens.reshape(3, 4)
+KIVI = "h2o+kivi:group_size=4:residual_length=4@0.5"
+PAGES = "uniform/adakv+h2o@0.7"
+EDITED: dict[str, tuple[str, str, Change, str]] = {
+    "longer codes": ("llama", KIVI, codes(lambda t: torch.cat([t, t[:1]])), "must be as it was written"),
+    "shorter codes": ("llama", KIVI, codes(lambda t: t[:-1]), "must be as it was written"),
+    "no codes": ("llama", KIVI, codes(lambda t: t[:0]), "must be as it was written"),
+    "heads": ("gemma2", "h2o@0.5", window(lambda t: t[:, :1]), "must have the tensor layers.0.values as"),
+    "tokens": ("gemma2", "h2o@0.5", window(lambda t: t[:, :, :1]), "must have the tensor layers.0.values as"),
+    "dtype": ("gemma2", "h2o@0.5", window(lambda t: t.half()), "must have the tensor layers.0.values as"),
+    "dimensions": ("gemma2", "h2o@0.5", window(lambda t: t[0]), "must have the tensor layers.0.values as"),
+    "pinned": ("llama", "rotate:sinks=2:group_size=4:residual_length=4", pins, "another number of pinned tokens"),
+    "unseen": ("llama", PAGES, first("positions", CUT), "positions in layer 0 of tokens that its rows have not seen"),
+    "negative": ("llama", PAGES, first("positions", -2), "positions in layer 0 of tokens that its rows have not seen"),
+    "owner": ("llama", PAGES, first("owner", 3), "pages in layer 0 of heads that it does not have"),
+    "no owner": ("llama", PAGES, first("owner", -1), "pages in layer 0 of heads that it does not have"),
+}
 
 
-@pytest.mark.parametrize("edit", [as_floats, with_other_rows, torch.flatten], ids=lambda edit: edit.__name__)
-def test_the_same_bytes_as_another_tensor(
-    edit: Callable[[Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("edit", EDITED)
+def test_tensors_that_do_not_fit(edit: str, path: Path) -> None:
+    family, policy, change, message = EDITED[edit]
+    model = build(family, layers=None if family == "gemma2" else 2)
+    with kvpolicy.attach(model, policy):
+        header, tensors = stored(start(model, [26])[0], path, compress="zlib")
+        change(header, tensors)
+        forge(path, json.dumps(header), tensors)
+        with pytest.raises(KVPolicyError, match=message):
+            PolicyCache.load(model, path)
+
+
+EDITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "floats": lambda tokens: tokens.view(torch.float64),
+    "other rows": lambda tokens: tokens.reshape(3, 4),
+    "flat": torch.flatten,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_same_bytes_as_another_tensor(edit: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a file says of its tensors is covered by its hash."""
     monkeypatch.setattr(cache_file, "check_header", lambda *given: None)  # this header has few fields
-    path = tmp_path / "cache.safetensors"
     cache_file.write(path, cache_file.CacheFile({"rows": 4, "packed": {}}, {"tokens": torch.arange(12).reshape(4, 3)}))
     header = cache_file._read_mapped(path).header
-    edited = {"tokens": edit(load_file(path)["tokens"])}
+    edited = {"tokens": EDITS[edit](load_file(path)["tokens"])}
     save_file(edited, path, metadata={"format": "pt", KEY: json.dumps(header)})
     with pytest.raises(KVPolicyError, match="truncated or edited"):
         cache_file.read(path)
 
 
-def test_parts_of_one_storage_are_written_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_one_storage_are_written_apart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_file, "check_header", lambda *given: None)
     whole = torch.arange(24.0).reshape(4, 6)
     parts = {"rows": whole[1:3], "columns": whole[:, ::2], "first": whole[:1], "turned": whole.T, "whole": whole}
-    cache_file.write(tmp_path / "cache.safetensors", cache_file.CacheFile({}, parts))
-    found = cache_file._read_mapped(tmp_path / "cache.safetensors").tensors
+    cache_file.write(path, cache_file.CacheFile({}, parts))
+    found = cache_file._read_mapped(path).tensors
     assert found.keys() == parts.keys() and all(torch.equal(found[name], part) for name, part in parts.items())
-    assert (tmp_path / "cache.safetensors").stat().st_size < 4 * (12 + 12 + 6 + 24 + 24) + 1500
+    assert (path).stat().st_size < 4 * (12 + 12 + 6 + 24 + 24) + 1500

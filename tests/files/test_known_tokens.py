@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def changed(ids: Tensor, row: int, column: int) -> Tensor:
 
 
 @pytest.fixture(name="saved")
-def saved_(tmp_path: Path) -> Any:
+def saved_(path: Path) -> Any:
     """A model with a policy, a file of two rows, the second one padded, and their ids and mask."""
     model = build("llama", layers=2)
     ids = text(12)
@@ -39,8 +38,8 @@ def saved_(tmp_path: Path) -> Any:
     with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5"):
         cache = PolicyCache(model)
         model(ids, attention_mask=mask, **{CACHE: cache})
-        cache.save(tmp_path / "text.safetensors", tokens=ids)
-        yield model, tmp_path / "text.safetensors", ids, mask
+        cache.save(path, tokens=ids)
+        yield model, path, ids, mask
 
 
 def more(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -51,18 +50,13 @@ def more(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (0, 11), (1, 5)])
 def test_another_text_is_refused(saved: Any, row: int, column: int) -> None:
+    """But for ids of padding, which do not matter."""
     model, path, ids, mask = saved
     cache = PolicyCache.load(model, path)
     with pytest.raises(KVPolicyError, match=REFUSED) as error:
         model.generate(**more(changed(ids, row, column), mask), **{CACHE: cache}, **HOW)
     assert f"in row {row} and column {column}: " in str(error.value) and str(error.value).endswith(".")
     assert cache.new is None and cache.get_seq_length() == 12
-    assert model.generate(**more(ids, mask), **{CACHE: cache}, **HOW).shape == (2, 19)
-
-
-def test_ids_of_padding_do_not_matter(saved: Any) -> None:
-    model, path, ids, mask = saved
-    cache = PolicyCache.load(model, path)
     assert model.generate(**more(changed(ids, 1, 2), mask), **{CACHE: cache}, **HOW).shape == (2, 19)
 
 
@@ -90,14 +84,15 @@ def test_a_later_turn_is_compared_too(saved: Any) -> None:
 
 
 def test_rows_keep_their_ids(saved: Any) -> None:
+    """`generate` repeats the rows of a text after the comparison, for a cache that has its beams already."""
     model, path, ids, mask = saved
     loaded = PolicyCache.load(model, path)
-    beams = loaded.fork()
-    beams.reorder_cache(torch.tensor([1, 0]))
-    repeated = loaded.fork()
-    repeated.batch_repeat_interleave(2)
+    reordered, repeated, beams, other_beams = (loaded.fork() for _ in range(4))
+    reordered.reorder_cache(torch.tensor([1, 0]))
+    for cache in (repeated, beams, other_beams):
+        cache.batch_repeat_interleave(2)
     shared = loaded.fork([0]).fork([0, 0], shared=True)
-    rows = {(1, 0): beams, (0, 0, 1, 1): repeated, (1,): loaded.fork([1]), (0, 0): shared}
+    rows = {(1, 0): reordered, (0, 0, 1, 1): repeated, (1,): loaded.fork([1]), (0, 0): shared}
     for order, cache in rows.items():
         own = ids[list(order)]
         seen = mask[list(order)]
@@ -107,48 +102,27 @@ def test_rows_keep_their_ids(saved: Any) -> None:
     shared.reset()
     with pytest.raises(KVPolicyError, match=REFUSED):
         model.generate(**more(changed(ids[[0, 0]], 1, 7), mask[[0, 0]]), **{CACHE: shared}, **HOW)
+    model.generate(**more(ids, mask), **{CACHE: beams}, num_beams=2, **HOW)
+    with pytest.raises(KVPolicyError, match=REFUSED):
+        model.generate(**more(changed(ids, 1, 7), mask), **{CACHE: other_beams}, num_beams=2, **HOW)
 
 
-def test_several_beams_of_one_text(saved: Any) -> None:
-    """`generate` repeats the rows of a text after the comparison, for a cache that has them already."""
-    model, path, ids, mask = saved
-    for expected, given in ((None, ids), (REFUSED, changed(ids, 1, 7))):
-        cache = PolicyCache.load(model, path)
-        cache.batch_repeat_interleave(2)
-        if expected is None:
-            model.generate(**more(given, mask), **{CACHE: cache}, num_beams=2, **HOW)
-        else:
-            with pytest.raises(KVPolicyError, match=expected):
-                model.generate(**more(given, mask), **{CACHE: cache}, num_beams=2, **HOW)
-
-
-def test_edits_forget_what_they_change(tmp_path: Path) -> None:
+def test_edits_forget_what_they_change_and_files_may_have_no_ids(path: Path) -> None:
     model = build("llama", layers=2)
     ids = text(12, rows=1)
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         model(ids, **{CACHE: cache})
-        cache.save(tmp_path / "text.safetensors", tokens=ids)
-        load = partial(PolicyCache.load, model, tmp_path / "text.safetensors")
-        moved = load()
+        cache.save(path, tokens=ids)
+        moved, new = (PolicyCache.load(model, path) for _ in range(2))
+        assert new.nbytes == cache.nbytes
         moved.shift(6, -2)
         edited = torch.cat([ids[:, :4], ids[:, 6:], text(4, 1)], 1)
         assert model.generate(edited, **{CACHE: moved}, **HOW).shape == (1, 17)
-        new = load()
         new.reset()
-        assert model.generate(text(16, 1, seed=3), **{CACHE: new}, **HOW).shape == (1, 19)
-        assert load().nbytes == cache.nbytes
-
-
-def test_files_without_ids_are_not_compared(tmp_path: Path) -> None:
-    model = build("llama", layers=2)
-    ids = text(12, rows=1)
-    with torch.no_grad(), kvpolicy.attach(model, "full"):
-        cache = PolicyCache(model)
-        model(ids, **{CACHE: cache})
-        cache.save(tmp_path / "text.safetensors")
-        loaded = PolicyCache.load(model, tmp_path / "text.safetensors")
-        assert model.generate(text(16, 1, seed=3), **{CACHE: loaded}, **HOW).shape == (1, 19)
+        cache.save(path)
+        for unknown in (new, PolicyCache.load(model, path)):
+            assert model.generate(text(16, 1, seed=3), **{CACHE: unknown}, **HOW).shape == (1, 19)
 
 
 def test_steps_compare_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,29 +31,31 @@ def run(model: Any, cache: PolicyCache, **given: Any) -> Tensor:
     return model(**given, **{CACHE: cache}, use_cache=True).logits
 
 
-def go_on(model: Any, cache: PolicyCache, rows: int = 1, seed: int = 5) -> Tensor:
+def go_on(model: Any, cache: PolicyCache, ids: Tensor | None = None) -> Tensor:
     """The logits of a second turn and some steps, [B, N, V]."""
-    ids = pictures.words(3 + STEPS, rows, seed)
-    pieces = [ids[:, :3], *ids[:, 3:].split(1, 1)]
-    return torch.cat([run(model, cache, input_ids=piece) for piece in pieces], 1)
+    ids = pictures.words(3 + STEPS, 1, 5) if ids is None else ids
+    return torch.cat([run(model, cache, input_ids=piece) for piece in (ids[:, :3], *ids[:, 3:].split(1, 1))], 1)
 
 
-def mixed() -> dict[str, Any]:
-    """A prompt of two rows of the same length: one with a picture, and one without."""
-    one = pictures.prompt()
-    ids = torch.cat([one["input_ids"], pictures.words(one["input_ids"].shape[1], seed=8)])
-    return one | {
+def asked(given: dict[str, Any], ids: Tensor) -> dict[str, Any]:
+    """The inputs of a prompt with other ids, in which the picture is as before."""
+    return given | {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "mm_token_type_ids": (ids == pictures.IMAGE).int(),
     }
 
 
+def mixed() -> dict[str, Any]:
+    """A prompt of two rows of the same length: one with a picture, and one without."""
+    one = pictures.prompt()
+    return asked(one, torch.cat([one["input_ids"], pictures.words(one["input_ids"].shape[1], seed=8)]))
+
+
 @pytest.mark.parametrize("name", pictures.NAMES)
 @pytest.mark.parametrize("policy", ["full", "uniform/adakv+snapkv@0.5"])
-def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Path) -> None:
+def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, path: Path) -> None:
     first = fresh(name)
-    path = tmp_path / "picture.safetensors"
     with torch.no_grad(), kvpolicy.attach(first, policy):
         cache = PolicyCache(first)
         run(first, cache, **pictures.prompt())
@@ -70,18 +72,12 @@ def test_a_loaded_cache_goes_on_bit_for_bit(name: str, policy: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", pictures.NAMES)
-def test_generate_from_a_loaded_cache(name: str, tmp_path: Path) -> None:
+def test_generate_from_a_loaded_cache(name: str, path: Path) -> None:
     first = fresh(name)
-    path = tmp_path / "picture.safetensors"
     given = pictures.prompt()
-    ids = torch.cat([given["input_ids"], pictures.words(4)], 1)
+    more = asked({}, torch.cat([given["input_ids"], pictures.words(4)], 1))
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
     how |= {"return_dict_in_generate": True, "eos_token_id": None}
-    more = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == pictures.IMAGE).int(),
-    }
     stock = first.generate(**given | more, **how)
     with torch.no_grad(), kvpolicy.attach(first, "full"):
         cache = PolicyCache(first)
@@ -97,24 +93,24 @@ def test_generate_from_a_loaded_cache(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "glm4v"])
 def test_caches_take_turns_on_one_model(name: str) -> None:
-    model = fresh(name)
+    """Of a text as of a prompt with a picture, each is as on a model of its own."""
     given = {"picture": pictures.prompt(), "text": {"input_ids": pictures.words(20)}}
+    steps = [pictures.words(1, seed=step) for step in range(3)]
+    alone: dict[str, list[Tensor]] = {}
+    model = fresh(name)
     with torch.no_grad(), kvpolicy.attach(model, "full"):
-        alone: dict[str, Tensor] = {}
         for kind, prompt in given.items():
             other = fresh(name)
             with kvpolicy.attach(other, "full"):
                 cache = PolicyCache(other)
                 run(other, cache, **prompt)
-                alone[kind] = torch.cat([run(other, cache, input_ids=pictures.words(1, seed=s)) for s in range(3)], 1)
+                alone[kind] = [run(other, cache, input_ids=ids) for ids in steps]
         caches = {kind: PolicyCache(model) for kind in given}
         for kind, prompt in given.items():
             run(model, caches[kind], **prompt)
-        steps: list[dict[str, Tensor]] = []
-        for s in range(3):
-            steps.append({kind: run(model, caches[kind], input_ids=pictures.words(1, seed=s)) for kind in given})
-    for kind, expected in alone.items():
-        assert torch.equal(torch.cat([step[kind] for step in steps], 1), expected), kind
+        for number, ids in enumerate(steps):
+            for kind in given:
+                assert torch.equal(run(model, caches[kind], input_ids=ids), alone[kind][number]), kind
 
 
 @pytest.mark.parametrize("name", pictures.NAMES)
@@ -170,12 +166,10 @@ def test_rows_keep_their_offsets() -> None:
             (beams, [1, 0]),
             (shared, [0, 0]),
         ):
-            found = go_on(model, changed, len(rows))
             ids = pictures.words(3 + STEPS, len(rows), 5)
+            found = go_on(model, changed, ids)
             for row, source in enumerate(rows):
-                own = cache.fork([source])
-                pieces = [ids[row : row + 1, :3], *ids[row : row + 1, 3:].split(1, 1)]
-                expected = torch.cat([run(model, own, input_ids=piece) for piece in pieces], 1)
+                expected = go_on(model, cache.fork([source]), ids[row : row + 1])
                 assert torch.allclose(found[row : row + 1], expected, atol=1e-4), (rows, row)
         shared.reset()
         assert shared.policy_layers[0].rope_deltas is not None
@@ -215,9 +209,8 @@ def test_crops_bring_offsets_back() -> None:
         text = PolicyCache(model)
         run(model, text, input_ids=pictures.words(9))
         copied = text.fork()
-        ids = torch.cat([pictures.words(9), given["input_ids"]], 1)
-        more = given | {"input_ids": ids, "mm_token_type_ids": (ids == pictures.IMAGE).int()}
-        model.generate(**more | {"attention_mask": torch.ones_like(ids)}, **{CACHE: text}, max_new_tokens=1)
+        more = asked(given, torch.cat([pictures.words(9), given["input_ids"]], 1))
+        model.generate(**more, **{CACHE: text}, max_new_tokens=1)
         assert text.policy_layers[0].rope_deltas is not None
         text.crop(-columns)
         # In another number of slots, sums are in another order.
@@ -236,19 +229,6 @@ def test_a_picture_through_a_compiled_model_leaves_its_offsets() -> None:
             run(compiled, ours, **pictures.prompt())
             assert ours.policy_layers[0].rope_deltas == theirs.policy_layers[0].rope_deltas != [0]
             torch.testing.assert_close(go_on(model, ours), go_on(model, theirs), rtol=0, atol=1e-5)
-
-
-def test_text_after_a_picture_is_text() -> None:
-    """A prompt of text does not count from the offsets of the picture before it."""
-    model = fresh("qwen2_5_vl")
-    with torch.no_grad(), kvpolicy.attach(model, "full"):
-        cache = PolicyCache(model)
-        run(model, cache, input_ids=pictures.words(9))
-        expected = go_on(model, cache)
-        run(model, PolicyCache(model), **pictures.prompt(2))
-        again = PolicyCache(model)
-        run(model, again, input_ids=pictures.words(9))
-        assert torch.equal(go_on(model, again), expected)
 
 
 @pytest.mark.parametrize("how", ["forward", "generate"])
@@ -278,9 +258,8 @@ def test_steps_copy_no_offsets() -> None:
             assert model.model.rope_deltas is shown and cache.policy_layers[0].rope_deltas is deltas
 
 
-def test_a_file_must_say_where_its_text_goes_on(tmp_path: Path) -> None:
+def test_a_file_must_say_where_its_text_goes_on(path: Path) -> None:
     model = fresh("qwen2_5_vl")
-    path = tmp_path / "picture.safetensors"
     with torch.no_grad(), kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
         run(model, cache, **pictures.prompt())

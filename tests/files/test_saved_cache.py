@@ -97,25 +97,25 @@ def _told(cache: PolicyCache) -> dict[str, Any]:
 
 
 @product(("policy", "lengths"), EVERY, [[26, 17, 11], [26]], sample=[(policy, [26, 17, 11]) for policy in SOME])
-def test_it_goes_on_bit_for_bit(policy: str, lengths: list[int], tmp_path: Path) -> None:
+def test_it_goes_on_bit_for_bit(policy: str, lengths: list[int], path: Path) -> None:
     model = build("llama", layers=2)
     with kvpolicy.attach(model, policy):
         cache, ids, mask = start(model, lengths)
-        cache.save(tmp_path / "cache.safetensors", tokens=ids[:, :CUT], compress="zlib")
-        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
-    assert torch.equal(cache_file.read(tmp_path / "cache.safetensors").tensors[TOKENS], ids[:, :CUT])
+        cache.save(path, tokens=ids[:, :CUT], compress="zlib")
+        check_same(model, path, cache, ids, mask)
+    assert torch.equal(cache_file.read(path).tensors[TOKENS], ids[:, :CUT])
 
 
 @pytest.mark.parametrize("selector", OWN)
-def test_states_of_selectors_are_saved_as_they_are(selector: str, tmp_path: Path) -> None:
+def test_states_of_selectors_are_saved_as_they_are(selector: str, path: Path) -> None:
     """Right after a whole prompt, without compression: a file takes no tensors that share memory, of two layers say."""
     model = build("llama")
     ids, mask = make_batch([26, 26], TURNS)
     with kvpolicy.attach(model, words(selector)):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, TURNS[0], cache)
-        cache.save(tmp_path / "cache.safetensors")
-        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
+        cache.save(path)
+        loaded = PolicyCache.load(model, path)
         for column in range(TURNS[0], CUT):
             both = [forward(model, ids, mask, column, column + 1, each) for each in (cache, loaded)]
             assert torch.equal(*both)
@@ -131,30 +131,27 @@ def test_states_of_selectors_are_saved_as_they_are(selector: str, tmp_path: Path
         ("llama", torch.float16),
     ],
 )
-def test_families_and_dtypes(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_families_and_dtypes(family: str, dtype: torch.dtype, path: Path) -> None:
     model = build(family, dtype)
     with kvpolicy.attach(model, words("h2o", "kivi")):
         cache, ids, mask = start(model, [26, 17])
-        cache.save(tmp_path / "cache.safetensors")
-        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+        cache.save(path)
+        check_same(model, path, cache, ids, mask)
 
 
-def test_the_same_cache_is_the_same_file(tmp_path: Path) -> None:
+def test_the_same_cache_is_the_same_file_and_loses_nothing(path: Path) -> None:
     """Such as it is by its hash, for tools that store or send a file once."""
-    path = tmp_path / "cache.safetensors"
-    with saved(path) as model:
-        loaded = PolicyCache.load(model, path)
+    with saved(path, words("h2o", "kivi")) as model:
         wanted = path.read_bytes()
         for _ in range(8):
-            loaded.save(path)
+            PolicyCache.load(model, path).save(path)
             assert path.read_bytes() == wanted
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama", "lfm2", "qwen3_5"])
-def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, tmp_path: Path) -> None:
+def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, path: Path) -> None:
     """Where a GPU is present, its dtype is not that of a model on the CPU. Stock layers may hold the model's."""
     model = build(family)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, "h2o@0.5"):
         with torch.autocast("cpu", torch.bfloat16):
             cache, ids, mask = start(model, [26, 17])
@@ -174,7 +171,7 @@ def test_a_cache_of_autocast_is_loaded_under_autocast(family: str, tmp_path: Pat
         "full+centroids:read=8:page=2",
     ],
 )
-def test_after_beams_and_in_inference_mode(spec: str, tmp_path: Path) -> None:
+def test_after_beams_and_in_inference_mode(spec: str, path: Path) -> None:
     model = build("llama", layers=2)
     with kvpolicy.attach(model, spec):
         with torch.inference_mode():
@@ -183,31 +180,18 @@ def test_after_beams_and_in_inference_mode(spec: str, tmp_path: Path) -> None:
         cache.reorder_cache(torch.tensor([0, 0, 3, 2]))
         ids = ids[[0, 0, 1, 1]]
         mask = mask[[0, 0, 1, 1]]
-        cache.save(tmp_path / "cache.safetensors")
-        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
-
-
-def test_ten_times_lose_nothing(tmp_path: Path) -> None:
-    model = build("llama")
-    path = tmp_path / "cache.safetensors"
-    with kvpolicy.attach(model, words("h2o", "kivi")):
-        cache, _, _ = start(model, [26, 17])
         cache.save(path)
-        first = load_file(path)
-        for _ in range(10):
-            PolicyCache.load(model, path).save(path)
-    again = load_file(path)
-    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+        check_same(model, path, cache, ids, mask)
 
 
-def test_room_for_more(tmp_path: Path) -> None:
+def test_room_for_more(path: Path) -> None:
     """A file loads with the slots that it was saved with; `new` asks for more."""
     model = build("llama")
     with kvpolicy.attach(model, "h2o:decode=grow@0.5"):
         cache, ids, mask = start(model, [26, 17], new=8)
-        cache.save(tmp_path / "cache.safetensors")
-        assert PolicyCache.load(model, tmp_path / "cache.safetensors").nbytes == cache.nbytes
-        roomy = PolicyCache.load(model, tmp_path / "cache.safetensors", new=64)
+        cache.save(path)
+        assert PolicyCache.load(model, path).nbytes == cache.nbytes
+        roomy = PolicyCache.load(model, path, new=64)
         assert roomy.nbytes > cache.nbytes
         before = roomy.nbytes
         rows = zip(go_on(model, cache, ids, mask), go_on(model, roomy, ids, mask), strict=True)
@@ -216,7 +200,7 @@ def test_room_for_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", ["200", "20KB"])
-def test_pages_of_a_growing_cache_under_a_budget_beyond_its_text(budget: str, tmp_path: Path) -> None:
+def test_pages_of_a_growing_cache_under_a_budget_beyond_its_text(budget: str, path: Path) -> None:
     """The cache was given pages for its prompt and what is known to follow, and counts no others."""
     model = build("llama", layers=2)
     ids, mask = make_batch([26], TURNS)
@@ -224,8 +208,8 @@ def test_pages_of_a_growing_cache_under_a_budget_beyond_its_text(budget: str, tm
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, CUT, cache)
         assert int(cache.policy_layers[0].budget) <= 216
-        cache.save(tmp_path / "prompt.safetensors")
-        check_same(model, tmp_path / "prompt.safetensors", cache, ids, mask)
+        cache.save(path)
+        check_same(model, path, cache, ids, mask)
 
 
 def test_compressed_codes_are_the_same_in_fewer_bytes(tmp_path: Path) -> None:
@@ -250,7 +234,13 @@ def test_codes_that_would_not_become_smaller_stay_as_they_are() -> None:
     assert [*names] == [*blobs] == ["layers.0.codes.1.keys"]
 
 
-# what is refused
+def edited(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
+    """Write a file again with another header or other tensors, as if a forger had computed the hash as well."""
+    content = cache_file.read(path, mapped=False)
+    header = json.loads(json.dumps(content.header))
+    tensors = dict(content.tensors)
+    change(header, tensors)
+    cache_file.write(path, cache_file.CacheFile(header, tensors), deflates=True)
 
 
 def cut(path: Path) -> None:
@@ -263,31 +253,30 @@ def flip(path: Path) -> None:
     path.write_bytes(blob)
 
 
-def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    header = read_header(path)
-    change(header)
+def another_header(path: Path, **fields: Any) -> None:
+    header = read_header(path) | (fields or {"rows": 7})
     save_file(load_file(path), path, metadata={"format": "pt", KEY: json.dumps(header)})
 
 
-def another_header(path: Path) -> None:
-    rewrite_header(path, lambda header: header["cache"].update(columns=7))
-
-
 def newer(path: Path) -> None:
-    rewrite_header(path, lambda header: header.update(format=99, kvpolicy="9.0"))
+    another_header(path, format=99, kvpolicy="9.0")
 
 
 def another_shape(path: Path) -> None:
-    """As if a forger had computed the hash as well."""
-    content = cache_file.read(path)
-    content.tensors["layers.0.keys"] = content.tensors["layers.0.keys"][:, :, 1:]
-    cache_file.write(path, content)
+    edited(path, lambda _, tensors: tensors.update({"layers.0.keys": tensors["layers.0.keys"][:, :, 1:]}))
 
 
 def without_a_tensor(path: Path) -> None:
-    content = cache_file.read(path)
-    del content.tensors["layers.1.state.heavy" if "layers.1.state.heavy" in content.tensors else "layers.1.positions"]
-    cache_file.write(path, content)
+    edited(path, lambda _, tensors: tensors.pop("layers.1.positions"))
+
+
+def another_calibration(path: Path) -> None:
+    edited(path, lambda header, _: header.update(calibrations="0" * 64))
+
+
+def other_ranks(path: Path) -> None:
+    edited(path, lambda header, _: header["ranks"].update(size=2, queries=[2, 2], heads=[1, 1]))
+    path.rename(cache_file.rank_path(path, 0, 2))
 
 
 def foreign(path: Path) -> None:
@@ -304,6 +293,8 @@ REFUSED: dict[Callable[[Path], object], str] = {
     another_header: "truncated or edited",
     another_shape: r"must fit the policy and the model, got keys as",
     without_a_tensor: "must fit the policy and the model, got no tensor",
+    another_calibration: "with the calibration that it was made with",
+    other_ranks: "as many ranks as it was saved on, got 1 instead of 2",
     newer: "must have format 2 or older, got 99, written by kvpolicy 9.0",
     foreign: "has no header of kvpolicy",
     pickled: "truncated or edited",
@@ -321,15 +312,14 @@ def saved(path: Path, policy: str = "h2o@0.5") -> Generator[Any]:
 
 
 @pytest.mark.parametrize("damage", REFUSED, ids=lambda damage: damage.__name__)
-def test_damaged_files(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    with saved(tmp_path / "cache.safetensors") as model:
-        damage(tmp_path / "cache.safetensors")
+def test_damaged_files(damage: Callable[[Path], object], path: Path) -> None:
+    with saved(path, words("h2o", "csr")) as model:
+        damage(path)
         with pytest.raises(KVPolicyError, match=REFUSED[damage]):
-            PolicyCache.load(model, tmp_path / "cache.safetensors")
+            PolicyCache.load(model, path)
 
 
-def test_files_of_other_models(tmp_path: Path) -> None:
-    path = tmp_path / "cache.safetensors"
+def test_files_of_other_models(path: Path) -> None:
     with saved(path) as model:
         pass
     other, turned = (copy.deepcopy(build("llama", layers=2)) for _ in range(2))
@@ -349,30 +339,12 @@ def test_files_of_other_models(tmp_path: Path) -> None:
         PolicyCache.load(model, path)
 
 
-def test_another_number_of_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "cache.safetensors"
-    with saved(path) as model:
-        content = cache_file.read(path)
-        content.header["ranks"].update(size=2, queries=[2, 2], heads=[1, 1])
-        cache_file.write(cache_file.rank_path(path, 0, 2), content)
-        path.unlink()
-        with pytest.raises(KVPolicyError, match="as many ranks as it was saved on, got 1 instead of 2"):
-            PolicyCache.load(model, path)
+class Unnamed(kvpolicy.SlidingWindow):
+    """A selector that no spec can name."""
 
 
-def test_another_calibration(tmp_path: Path) -> None:
-    path = tmp_path / "cache.safetensors"
-    with saved(path, words("h2o", "csr")) as model:
-        content = cache_file.read(path)
-        content.header["calibrations"] = "0" * 64
-        cache_file.write(path, content)
-        with pytest.raises(KVPolicyError, match="with the calibration that it was made with"):
-            PolicyCache.load(model, path)
-
-
-def test_caches_that_cannot_be_saved(tmp_path: Path) -> None:
+def test_caches_that_cannot_be_saved(tmp_path: Path, path: Path) -> None:
     model = build("llama", layers=2)
-    path = tmp_path / "cache.safetensors"
     with kvpolicy.attach(model, words("kvzip")):
         cache = PolicyCache(model, prompt=26)
         with pytest.raises(KVPolicyError, match="must have seen a prompt"):
@@ -388,16 +360,61 @@ def test_caches_that_cannot_be_saved(tmp_path: Path) -> None:
             cache.save(path, compress="lzma")
         with pytest.raises(KVPolicyError, match="folder of a cache file must exist"):
             cache.save(tmp_path / "nowhere" / "cache.safetensors")
-        assert not path.exists() and not [*tmp_path.iterdir()]
+    unnamed = Policy(selector=Unnamed(), budget=0.5)
+    with kvpolicy.attach(model, unnamed), pytest.raises(KVPolicyError, match="must be registered"):
+        start(model, [26])[0].save(path)
+    assert not [*tmp_path.iterdir()]
 
 
-class Unnamed(kvpolicy.SlidingWindow):
-    """A selector that no spec can name."""
+LONGEST = 26
+DUE = 13
+DATES = (LONGEST, LONGEST + 2, LONGEST + 6)
+"""Columns before a file: behind the prompt, and inside the first and the second period."""
+
+PERIODS = [
+    "keydiff:every=5@0.5",
+    "expected:sinks=2:horizon=6:every=5@0.5",
+    "uniform/adakv+h2o+tokenwise:residual_length=2:block_size=5@0.5",
+    "probe:recent=0.2:random=0.2+zipcache:recode_every=5@0.5",
+    "h2o+mikv:high=0.3:high_bits=8:residual_length=2:block_size=5@0.5",
+    "h2o+kivi:bits=4:group_size=5:residual_length=5@0.5",
+    "h2o+quest:read=6:page=2:dense=0:resort=5@0.8",
+    "keydiff:every=5:decode=grow@0.5",
+    "kvcrush:split=0.25/keydiff:every=4@0.5",
+    "snapkv+staircase:tokens_8bit=4:tokens_4bit=4:group_size=4:residual_length=2@0.8",
+]
 
 
-def test_a_policy_without_a_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", PERIODS)
+def test_work_inside_a_period(policy: str, tmp_path: Path) -> None:
+    model = build("llama", layers=1)
+    ids, mask = make_batch([LONGEST, 17], [LONGEST, *[1] * DUE])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, LONGEST, cache)
+        logits: dict[int, torch.Tensor] = {}
+        for column in range(LONGEST, LONGEST + DUE):
+            if column in DATES:
+                cache.save(tmp_path / f"{column}.safetensors")
+            logits[column] = forward(model, ids, mask, column, column + 1, cache)
+        for cut in DATES:
+            loaded = PolicyCache.load(model, tmp_path / f"{cut}.safetensors")
+            for column in range(cut, LONGEST + DUE):
+                assert torch.equal(forward(model, ids, mask, column, column + 1, loaded), logits[column])
+            pairs = zip(static_tensors(cache), static_tensors(loaded), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_an_announced_prompt_of_which_a_part_was_seen(tmp_path: Path) -> None:
+    """The next chunk is compressed to a share of the whole prompt."""
     model = build("llama", layers=2)
-    with kvpolicy.attach(model, Policy(selector=Unnamed(), budget=0.5)):
-        cache = start(model, [26])[0]
-        with pytest.raises(KVPolicyError, match="must be registered"):
-            cache.save(tmp_path / "cache.safetensors")
+    ids, mask = make_batch([20, 12], [20, 4, 16])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model, prompt=[40, 32])
+        forward(model, ids, mask, 0, 20, cache)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "cache.safetensors")
+        for start, stop in ((20, 24), (24, 40)):
+            logits = [forward(model, ids, mask, start, stop, each) for each in (cache, loaded)]
+            assert torch.equal(*logits)
+            assert [layer.budget.tolist() for layer in loaded.policy_layers] == [[20, 16]] * 2

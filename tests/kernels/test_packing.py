@@ -36,12 +36,6 @@ def test_compiled_code_unpacks_the_same(bits: int) -> None:
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_full_bytes_waste_no_bit(bits: int) -> None:
-    assert packed_width(64, bits) == 8 * bits
-    assert packed_width(1, bits) <= bits
-
-
 def test_a_part_follows_the_other() -> None:
     """3 = 2 + 1: the low two bits of every code, then the high ones."""
     assert pack(torch.tensor([1, 2, 7, 4], dtype=torch.uint8), 3).tolist() == [0b00_11_10_01, 0b1100]

@@ -255,42 +255,34 @@ def test_positions_of_parts_that_differ_are_refused_by_the_part_that_undoes_them
 
 
 class ThreeParts(nn.Module):
-    """The angles of a model for pictures, which takes three parts of each position or, if it `expands` them, one."""
+    """The angles of a model for pictures, which takes three parts of each position or, if it `expands` them, one.
+
+    They may depend on the type of a layer (Command A Compass).
+    """
 
     inv_freq: Tensor
     mrope_section = (1, 1, 1)
     attention_scaling = 2.0
 
-    def __init__(self, expands: bool) -> None:
+    def __init__(self, expands: bool, layer_type: str | None) -> None:
         super().__init__()
         self.register_buffer("inv_freq", torch.tensor([1.0, 0.1, 0.01]))
         self.expands = expands
+        self.layer_type = layer_type
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        assert layer_type == self.layer_type, "angles of no type of layer are asked for"
         parts = position_ids.expand(3, -1, -1) if self.expands else position_ids[:, :, :]
         angles = torch.stack([parts[part] * self.inv_freq[part] for part in range(3)], -1)
         return angles.cos(), angles.sin()
 
 
+@pytest.mark.parametrize("layer_type", [None, "full_attention"])
 @pytest.mark.parametrize("expands", [True, False])
-def test_texts_have_the_same_position_in_every_part(expands: bool) -> None:
-    tables: Any = _of_text(ThreeParts(expands))
-    cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]))
+def test_texts_have_the_same_position_in_every_part(expands: bool, layer_type: str | None) -> None:
+    tables: Any = _of_text(ThreeParts(expands, layer_type), layer_type)
+    given = {"layer_type": layer_type} if layer_type else {}
+    cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]), **given)
     assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())
     assert tables.attention_scaling == 2.0 and tables.inv_freq.numel() == 3
     assert len([*tables.buffers()]) == 1
-
-
-class OfLayers(ThreeParts):
-    """The same, whose angles depend on the type of a layer (Command A Compass)."""
-
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        assert layer_type == "full_attention", "angles of no type of layer are asked for"
-        return super().forward(x, position_ids)
-
-
-@pytest.mark.parametrize("expands", [True, False])
-def test_angles_that_depend_on_the_type_of_a_layer(expands: bool) -> None:
-    tables: Any = _of_text(OfLayers(expands), "full_attention")
-    cos, _ = tables(torch.zeros(1), torch.tensor([[0, 1, 7]]), layer_type="full_attention")
-    assert torch.equal(cos, (torch.tensor([[0, 1, 7]])[..., None] * torch.tensor([1.0, 0.1, 0.01])).cos())

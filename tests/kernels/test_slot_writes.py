@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpolicy.kernels.slot_writes import flat_slots, gather_slots, put, write_slots
+from tests.sampling import product
 
 ROWS = 2
 HEADS = 3
@@ -46,34 +47,48 @@ def test_a_token_of_each_head_is_written_with_an_index_and_without(vector: tuple
     assert torch.equal(gather_slots(written[0], slots), data)
 
 
-MASKS = {
-    "the first is masked": [False, True, True],
-    "the last is masked": [True, True, False],
-    "one is written": [False, False, True],
-    "none is written": [False, False, False],
-    "all are written": [True, True, True],
-}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int16, torch.int64, torch.bool]
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("vector", [(), (2,)], ids=str)
-def test_masked_tokens_are_not_written_wherever_they_point(name: str, vector: tuple[int, ...]) -> None:
-    """Masked tokens point to a slot in use, and to a slot that another token is written to."""
-    target = numbered(ROWS, HEADS, SLOTS, *vector)
+def random(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Any values of a dtype."""
+    if dtype.is_floating_point:
+        return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+@product("dtype,vector,written", DTYPES, [(), (4,), (2, 3), (0,)], ["all", "some", "none", "one head"], ids=str)
+def test_masked_tokens_are_not_written_wherever_they_point(
+    dtype: torch.dtype, vector: tuple[int, ...], written: str
+) -> None:
+    """A head without any stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    target = random(ROWS, HEADS, SLOTS, *vector, dtype=dtype, generator=generator)
+    data = random(ROWS, HEADS, 3, *vector, dtype=dtype, generator=generator)
+    slots = torch.rand(ROWS, HEADS, SLOTS, generator=generator).argsort(-1)[..., :3]
+    mask = torch.rand(ROWS, HEADS, 3, generator=generator) < {"all": 2, "none": -1}.get(written, 0.5)
+    if written == "one head":
+        mask[:, 0] = False
+    slots = torch.where(mask, slots, slots[..., :1])  # a masked token may point to the slot of another
     expected = target.clone()
-    mask = torch.tensor(MASKS[name]).expand(ROWS, HEADS, 3).clone()
-    mask[1, 2] = True
-    slots = torch.tensor([3, 1, 4]).expand(ROWS, HEADS, 3).clone()
-    slots[0, 1] = torch.where(mask[0, 1], slots[0, 1], 1)
-    data = numbered(ROWS, HEADS, 3, *vector, start=1000)
+    for row, head, token in mask.nonzero().tolist():
+        expected[row, head, slots[row, head, token]] = data[row, head, token]
+    held = target.data_ptr()
     put(target, data, slots, mask)
-    for b, h, n in mask.nonzero().tolist():
-        expected[b, h, slots[b, h, n]] = data[b, h, n]
-    assert torch.equal(target, expected)
+    assert torch.equal(target, expected) and target.data_ptr() == held
 
 
-def test_nothing_to_put_changes_nothing() -> None:
-    target = numbered(ROWS, HEADS, SLOTS)
-    before = target.clone()
-    put(target, target[..., :0], torch.empty(ROWS, HEADS, 0, dtype=torch.int64), torch.ones(ROWS, HEADS, 0).bool())
-    assert torch.equal(target, before)
+def test_no_tokens_and_no_elements() -> None:
+    target = torch.ones(1, 2, 3, 4)
+    put(target, target[:, :, :0], torch.zeros(1, 2, 0, dtype=torch.int64), torch.ones(1, 2, 0, dtype=torch.bool))
+    write_slots(torch.ones(1, 2, 3, 0), torch.zeros(1, 2, 1, dtype=torch.int64), torch.zeros(1, 2, 1, 0))
+    assert (target == 1).all()
+
+
+def test_a_buffer_that_is_not_contiguous_is_written_in_place_or_refused() -> None:
+    """Writing to a copy would lose the tokens in silence."""
+    buffer = torch.zeros(1, 2, 4, 3).mT
+    write_slots(buffer, torch.zeros(1, 2, 1, dtype=torch.int64), torch.ones(1, 2, 1, 4))
+    assert buffer[:, :, 0].eq(1).all() and buffer[:, :, 1:].eq(0).all()
+    with pytest.raises(RuntimeError, match="view"):
+        write_slots(buffer, torch.tensor([[[0, 1], [0, 1]]]), torch.ones(1, 2, 2, 4))

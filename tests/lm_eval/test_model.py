@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from transformers import LlamaConfig
 
 import kvpolicy
 from kvpolicy import KVPolicyError
+from kvpolicy.planning.curves import save_layers
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.data import prompts
 from kvpolicy_lm_eval.model import KVPolicyLM
@@ -85,11 +87,22 @@ def test_batch_size_changes_nothing(make, request: pytest.FixtureRequest, policy
         assert torch.allclose(numbers(alone), numbers(together), atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["choices", "texts"])
-def test_full_budget_gives_the_numbers_of_lm_eval(make, request: pytest.FixtureRequest, kind: str):
-    """With a budget for everything, the code of kvpolicy gives the numbers of lm-eval."""
+@pytest.mark.parametrize(
+    ("kind", "policy", "options"),
+    [
+        ("choices", "h2o@1.0", {}),
+        ("texts", "h2o@1.0", {}),
+        ("choices", "window@1.0", {"holdback": 0}),
+        ("choices", "window@1.0", {"holdback": 4}),
+    ],
+)
+def test_full_budget_gives_the_numbers_of_lm_eval(
+    make, request: pytest.FixtureRequest, kind: str, policy: str, options: dict[str, int]
+):
+    """With a budget for everything, the code of kvpolicy gives the numbers of lm-eval, whatever is held back."""
     requests = request.getfixturevalue(kind)
-    ours, plain = (numbers(answers(make(policy, batch_size=2), requests)) for policy in ("h2o@1.0", "full"))
+    ours = numbers(answers(make(policy, batch_size=3, **options), requests))
+    plain = numbers(answers(make("full", batch_size=2), requests))
     assert torch.allclose(ours, plain, atol=2e-3)
 
 
@@ -99,13 +112,6 @@ def test_one_token_answers_need_the_holdback(make, choices):
     plain = numbers(answers(make("full"), single))
     assert torch.allclose(numbers(answers(make(HARSH, holdback=0), single)), plain, atol=2e-3)
     assert not torch.allclose(numbers(answers(make(HARSH, holdback=1), single)), plain, atol=0.05)
-
-
-def test_holdback_has_no_effect_if_nothing_is_evicted(make, choices):
-    plain = numbers(answers(make("full"), choices))
-    for holdback in (0, 4):
-        found = answers(make("window@1.0", holdback=holdback, batch_size=3), choices)
-        assert torch.allclose(numbers(found), plain, atol=2e-3)
 
 
 def test_answers_share_the_prefill_of_their_context(make, choices):
@@ -286,10 +292,7 @@ def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
     [
         ({"backend": "nccl"}, "backend must be deepspeed or hf with tp, got 'nccl'; try leaving it out."),
         ({"dtype": "bf16"}, "dtype must be auto or a dtype of PyTorch, got 'bf16'; try bfloat16."),
-        (
-            {"batch_size": 0},
-            "batch_size must be an integer of at least 1, auto, or auto:N to measure it N times, got 0;",
-        ),
+        ({"batch_size": 0}, "must be an integer of at least 1, auto, or auto:N to measure it N times, got 0;"),
         ({"batch_size": "many"}, "to measure it N times, got many; try 1."),
         ({"batch_size": "auto:x"}, "to measure it N times, got auto:x; try 1."),
         ({"max_length": "4k"}, "max_length must be an integer of at least 1, got '4k'; try leaving it out."),
@@ -336,3 +339,20 @@ def test_a_longer_task_has_a_batch_size_of_its_own(make: Any, monkeypatch: pytes
     for tokens in (3, 2, 9, 9):
         assert evaluated._batch([(("", ""), [1] * tokens, [2]), (("", ""), [1], [2])]) == 4
     assert measured == [4, 10]
+
+
+def test_a_file_of_layers_is_a_policy(make, tmp_path: Path):
+    text = "tiger=4821 wolf=1937 lion=1111 ?tiger="
+    save_layers(tmp_path / "plan.json", ["snapkv@0.5", "h2o+tokenwise@0.25"] * 4)
+    arguments = simple_parse_args_string(f"policy=tuned:file={tmp_path}/plan.json@0.5,budget=0.9")
+    lm = make(**arguments)
+    policy = kvpolicy.Policy.by_layer(["snapkv@0.5", "h2o+tokenwise@0.25"] * 4, budget=0.9)
+    other = make(policy)
+    assert not lm.is_full and lm.policy.budget == 0.9
+    for kind, given in [
+        ("loglikelihood", (text, "4821")),
+        ("generate_until", (text, {"until": ["\n"], "max_gen_toks": 4})),
+        ("loglikelihood_rolling", (text,)),
+    ]:
+        answer = getattr(lm, kind)(instances(kind, [given]))
+        assert answer == getattr(other, kind)(instances(kind, [given]))

@@ -1,4 +1,4 @@
-"""Requests are grouped by the tokens that their contexts begin with, which are prefilled and held once."""
+"""Requests are grouped by the tokens that their contexts begin with, which are held once; costs are summed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from kvpolicy_lm_eval.prefixes import (
     group_by_prefix,
     read_least,
 )
-from kvpolicy_lm_eval.scoring import Piece, split, split_behind
+from kvpolicy_lm_eval.scoring import Piece, reported_lengths, split, split_behind, with_prefixes
+from kvpolicy_lm_eval.stats import Stats, Tally
 from tests.lm_eval.helpers import instances
 
 
@@ -259,17 +260,21 @@ def test_a_prompt_that_was_cut_changes_no_answer_of_its_batch(make: Any, texts: 
     assert found[0] == found[1] and found[0][-1:] == alone and sequences == [3, 3]
 
 
+def of_three_lengths(text: str) -> list[Instance]:
+    document = text.rpartition("\n")[0] + "\n"
+    return about(document, ["?tiger=", "?lion=12\n?wolf=", "?wolf=1\n?tiger=2\n?lion="], held_back=True)
+
+
 @pytest.mark.parametrize("policy", ["full", "snapkv@0.5"])
 def test_the_batch_size_is_measured_once_for_all_groups(
     make: Any, policy: str, texts: list[str], monkeypatch: Any
 ) -> None:
-    document = texts[0].rpartition("\n")[0] + "\n"
-    requests = about(document, ["?tiger=", "?lion=12\n?wolf=", "?wolf=1\n?tiger=2\n?lion="], held_back=True)
+    requests = of_three_lengths(texts[0])
     lm = make(policy, batch_size="auto")
     measured: list[Any] = []
     monkeypatch.setattr(lm, "_detect_batch_size", lambda *some: measured.append(some) or 2)
     found, again = (lm.generate_until(requests, disable_tqdm=True) for _ in range(2))
-    lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(document,)]), disable_tqdm=True)
+    lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(texts[0],)]), disable_tqdm=True)
     assert measured == [()] and lm.batch_size == "auto" and lm.batch_sizes == {0: 2}
     assert found == again == make(policy, batch_size=2).generate_until(requests, disable_tqdm=True)
 
@@ -277,8 +282,7 @@ def test_the_batch_size_is_measured_once_for_all_groups(
 def test_a_task_with_several_groups_has_one_bar(
     make: Any, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = texts[0].rpartition("\n")[0] + "\n"
-    requests = about(document, ["?tiger=", "?lion=12\n?wolf=", "?wolf=1\n?tiger=2\n?lion="], held_back=True)
+    requests = of_three_lengths(texts[0])
     lm = make("snapkv@0.5")
     hook = lm.cache_hook
     for some in (requests, instances("loglikelihood", [(one.args[0], "7") for one in requests])):
@@ -315,3 +319,54 @@ def test_several_processes_are_refused() -> None:
 def test_policies_that_read_a_part_are_refused_at_the_start(make: Any) -> None:
     with pytest.raises(KVPolicyError, match="Every slot must be read in a step"):
         make("full+quest:page=4:read=8", group_by_prefix=True)
+
+
+REQUESTS = [(None, [1, 2, 3], [4]), (None, [1, 2, 3], [5, 6]), (None, [7], [8, 9]), (None, [1, 2, 3, 4, 5], [6])]
+
+
+def test_split_shares_prefixes_longest_first():
+    groups = split(REQUESTS, max_length=10, holdback=1)
+    assert list(groups) == [(1, 2, 3, 4), (1, 2), ()]
+    assert [(p.request, p.tokens, p.scored) for p in groups[1, 2]] == [(0, (3, 4), 1), (1, (3, 5, 6), 2)]
+
+
+def test_split_cuts_on_the_left_like_lm_eval():
+    (prefix, (piece,)), *_ = split([(None, [1, 2, 3, 4, 5], [6, 7])], max_length=4, holdback=1).items()
+    assert (prefix, piece.tokens) == ((3, 4), (5, 6, 7))
+
+
+@pytest.mark.parametrize("answer", [[], [1, 2, 3]])
+def test_split_rejects_answers_that_cannot_be_scored(answer: list[int]):
+    with pytest.raises(
+        ValueError, match=f"An answer must have between 1 and 2 tokens to be scored, got {len(answer)};"
+    ):
+        split([(None, [1], answer)], max_length=2, holdback=1)
+
+
+@pytest.mark.parametrize("holdback", [0, 1, 3, 9])
+def test_with_prefixes_restores_the_requests(holdback: int):
+    pieces = with_prefixes(split(REQUESTS, max_length=10, holdback=holdback))
+    assert {p.request: p.tokens for p in pieces} == {i: (*c, *a) for i, (_, c, a) in enumerate(REQUESTS)}
+
+
+def test_reported_lengths_are_those_of_the_caches():
+    groups = split(REQUESTS, max_length=10, holdback=1)
+    assert sorted(reported_lengths(groups, rolling=False)) == [2, 2, 4]  # [7] alone feeds two of its three tokens
+    assert sorted(reported_lengths(groups, rolling=True)) == [2, 3, 4, 5]
+
+
+def test_reports_means_per_sequence():
+    tally = Tally(requests=3, prompt_tokens=90, new_tokens=10, seconds=2.0)
+    tally.add_cache(2, 100, 400)
+    tally.add_cache(1, 200, 500)
+    report = tally.report()
+    assert (report["kv_bytes"], report["full_kv_bytes"], report["kv_share"]) == (100, 300, 0.3333)
+    assert (report["tokens_per_second"], report["new_tokens_per_second"]) == (50.0, 5.0)
+
+
+def test_processes_are_summed():
+    stats = Stats()
+    stats.replace(
+        [{"a": Tally(requests=1, seconds=1.0)}, {"a": Tally(requests=2, seconds=2.0), "b": Tally(requests=5)}]
+    )
+    assert {name: (t.requests, t.seconds) for name, t in stats.tallies.items()} == {"a": (3, 3.0), "b": (5, 0.0)}

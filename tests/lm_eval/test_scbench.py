@@ -126,15 +126,6 @@ def chat(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> Any:
     return tokenizer
 
 
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(("subset", "mode"), PLAIN)
-def test_what_is_compressed(subset: str, mode: Any) -> None:
-    compressed, fed = PLAIN[subset, mode]
-    found = scbench.documents(subset, mode, 131072)
-    assert [one["prompt"] for one in found] == [compressed + end for end in fed]
-    assert [(one["held_back"], one["turn"], one["beyond"]) for one in found] == [(fed[0], 1, True), (fed[1], 2, True)]
-
-
 @pytest.mark.usefixtures("hub", "chat")
 @pytest.mark.parametrize(
     ("mode", "compressed", "fed"),
@@ -216,28 +207,28 @@ def test_errors_are_said(arguments: dict[str, Any], message: str) -> None:
         scbench.documents(**given | arguments)
 
 
-@pytest.mark.parametrize("change", ["unreachable", "moved", "column", "key", "empty"])
-def test_a_change_of_the_dataset_is_said(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (ConnectionError("no route\nto the host"), r"scbench_kv with a split test, got 'no route'; try a folder"),
+        (ValueError("BuilderConfig 'scbench_kv' not found."), r"got \"BuilderConfig 'scbench_kv' not found\.\""),
+        ([{"text": "c", "multi_turns": [turn("q", "a")]}], "columns context, multi_turns, .* got none named context"),
+        ([], "columns context, multi_turns, .* got none named context"),
+        (
+            [{"context": "c", "multi_turns": [{"question": "q", "answer": "a"}]}],
+            "input, answer of each turn, got none named input",
+        ),
+    ],
+    ids=["unreachable", "moved", "column", "empty", "key"],
+)
+def test_a_change_of_the_dataset_is_said(found: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> Dataset:
-        if change == "unreachable":
-            raise ConnectionError("no route\nto the host")
-        if change == "moved":
-            raise ValueError("BuilderConfig 'scbench_kv' not found.")
-        if change == "empty":
-            return Dataset.from_list([])
-        if change == "column":
-            return Dataset.from_list([{"text": "c", "multi_turns": [turn("q", "a")]}])
-        return Dataset.from_list([{"context": "c", "multi_turns": [{"question": "q", "answer": "a"}]}])
+        if isinstance(found, Exception):
+            raise found
+        return Dataset.from_list(found)
 
-    message = {
-        "unreachable": r"scbench_kv with a split test, got 'no route'; try a folder",
-        "moved": r"got \"BuilderConfig 'scbench_kv' not found\.\"",
-        "column": "columns context, multi_turns, .* got none named context",
-        "key": "input, answer of each turn, got none named input",
-        "empty": "columns context, multi_turns, .* got none named context",
-    }
     monkeypatch.setattr("datasets.load_dataset", load)
-    with pytest.raises(KVPolicyError, match=message[change]):
+    with pytest.raises(KVPolicyError, match=message):
         scbench.documents("kv", "multi_turn", 131072)
 
 
@@ -287,7 +278,9 @@ def test_the_group_has_both_modes_of_all_subsets() -> None:
         task.build_all_requests()
         compressed, fed = PLAIN[subset, mode]
         assert [one.args[0] for one in task.instances] == [compressed + end for end in fed]
-        second = task.instances[1].doc
+        first, second = (one.doc for one in task.instances)
+        held_back = [(one["held_back"], one["turn"], one["beyond"]) for one in (first, second)]
+        assert held_back == [(fed[0], 1, True), (fed[1], 2, True)]
         right = second["answers"][-1]
         scores = task.process_results(second, [right])
         assert scores == {"score": 1, "turn_1": None, "turn_2": 1}

@@ -38,11 +38,8 @@ REGISTERED = (
 )
 
 
-def test_registers_the_model_beside_lm_evals_own():
+def test_registers_the_model_beside_lm_evals_own_unless_the_environment_turns_it_off():
     assert python(REGISTERED) == ["True", "True"]
-
-
-def test_environment_turns_it_off():
     assert python(REGISTERED, KVPOLICY_NO_STARTUP="1") == ["True", "False"]
 
 

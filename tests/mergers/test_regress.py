@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import Policy, Regress
+from kvpolicy import Regress
 from kvpolicy.protocols import Candidates
 from kvpolicy.statistics import Replay, ReplayedRows
 from kvpolicy.statistics.statistic import first_of
-from kvpolicy.text.errors import KVPolicyError
 
 
 def prompt(kept: list[int], count: int = 24, seed: int = 0, sink: float = 0.0) -> Candidates:
@@ -36,18 +35,6 @@ def error(given: Candidates, values: Tensor, sink: float = 0.0) -> float:
 
 
 KEPT = [0, 3, 4, 9, 11, 17, 20, 23]
-
-
-def test_an_infinite_penalty_is_the_base() -> None:
-    given = prompt(KEPT)
-    result = Regress(window=6, ridge=1e9, sinks=0, recent=0).merge_prompt((), given)
-    torch.testing.assert_close(result.values, given.at_targets(given.values), atol=1e-6, rtol=0)
-
-
-def test_a_prompt_that_is_kept_whole_stays() -> None:
-    given = prompt(list(range(24)))
-    result = Regress(window=6, sinks=0, recent=0).merge_prompt((), given)
-    assert torch.equal(result.values, given.values)
 
 
 @pytest.mark.parametrize("sink", [0.0, 0.4])
@@ -102,14 +89,3 @@ def test_queries_of_a_replay() -> None:
     replayed = given._replace(attention=None, replay_attention=given.attention)
     assert torch.equal(merger.merge_prompt((), replayed).values, want)
     assert torch.equal(merger.merge_prompt((), given).values, given.at_targets(given.values))
-
-
-def test_refusals() -> None:
-    with pytest.raises(KVPolicyError, match="a selector that evicts tokens, got full"):
-        Policy.parse("full+regress")
-    with pytest.raises(KVPolicyError, match="must evict tokens"):
-        Policy.parse("h2o+regress@1.0")
-    with pytest.raises(KVPolicyError, match="queries"):
-        Policy.parse("snapkv+regress:queries=random@0.2")
-    with pytest.raises(KVPolicyError, match="window must be at least 1"):
-        Regress(window=0)

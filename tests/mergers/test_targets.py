@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvpolicy import CountedMerge
 from kvpolicy.kernels.products import products
 from kvpolicy.mergers import common
 from kvpolicy.mergers.common import target_of
-from kvpolicy.protocols import Tokens
-from tests.mergers.test_merge import candidates, merged
-
-
-def held(keys: Tensor, positions: list[int], values: Tensor | None = None) -> Tokens:
-    """Tokens of one head with keys [n, D], each of which stands for itself."""
-    count = len(keys)
-    there = torch.ones(1, 1, count, dtype=torch.bool)
-    values = keys if values is None else values
-    return Tokens(keys[None, None], values[None, None], torch.tensor([[positions]]), torch.zeros(1, 1, count), there)
+from tests.mergers.cases import candidates, held, merged
 
 
 @pytest.mark.parametrize("by", ["keys", "position"])

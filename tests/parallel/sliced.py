@@ -81,6 +81,13 @@ def model_of(heads: Heads, layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def pair_of(heads: Heads) -> tuple[Any, Any]:
+    """A small model for the heads of this rank, and the same one alone."""
+    model = model_of(heads)
+    share(model, replicas=heads.replicas)
+    return model, model_of(heads)
+
+
 def kvquant_by_head(folder: Path, heads: int) -> None:
     """A calibration in which every KV head has ranges of its own."""
     meta, tensors = _kvquant()
@@ -186,10 +193,8 @@ def _far(a: Tensor, b: Tensor, to_the_bit: bool) -> bool:
 
 def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[str]:
     """What differs between this rank's part under each policy and the whole, as text."""
-    model = model_of(heads)
-    alone = model_of(heads)
+    model, alone = pair_of(heads)
     wrong = list[str]()
-    share(model, replicas=heads.replicas)
     if folder and rank == 0:
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9])

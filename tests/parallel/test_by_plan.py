@@ -169,53 +169,48 @@ def test_load_takes_what_the_plan_divides(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def _go_on(rank: int, world: int, folder: str, policy: str) -> tuple[Tensor, Tensor]:
-    """Logits of a token behind a cache, and behind the same cache from a file."""
+def _go_on(rank: int, world: int, folder: str, policy: str) -> list[Tensor]:
+    """Logits of tokens behind a cache, behind the same cache from a file, and behind that of the whole model."""
     model = _load(folder, world)
-    path = str(Path(folder) / "cache.safetensors")
+    path = Path(folder) / "own.safetensors"
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         model(prompt(), cache=cache)
         cache.save(path)
         torch.distributed.barrier()
-        saved = PolicyCache.load(model, path)
-        return tuple(model(prompt()[:, :1], cache=each).logits for each in (cache, saved))  # pyright: ignore[reportReturnType]
+        loaded = [PolicyCache.load(model, each) for each in (path, path.with_name("whole.safetensors"))]
+        return [_steps(model, each) for each in (cache, *loaded)]
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"), [("gemma3n", "heads"), ("deepseek_v2", "queries"), ("falcon_h1", "nothing")]
-)
-def test_a_saved_cache_goes_on(name: str, parts: str, tmp_path: Path) -> None:
+def _steps(model: Any, cache: PolicyCache) -> Tensor:
+    return torch.cat([model(prompt()[:, at : at + 1], cache=cache).logits for at in range(NEW)], 1)
+
+
+SAVED = {
+    "gemma2": "heads",
+    "gemma3n": "heads",
+    "deepseek_v2": "queries",
+    "falcon_h1": "nothing",
+    "qwen3_5": "heads",
+}
+"""Windows, shared keys, latent vectors, every head on every rank, and states; and what ranks have parts of."""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_cache_goes_on_and_so_does_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
     model = model_of(name)
-    assert divided(model.config) == parts
-    model.save_pretrained(tmp_path)
-    for stayed, loaded in run_ranks(_go_on, 2, str(tmp_path), "snapkv+tokenwise:bits=8@0.5"):
-        assert torch.equal(stayed, loaded)
-    assert len([*tmp_path.glob("cache*")]) == (1 if parts == "nothing" else 2)
-
-
-@torch.no_grad()
-def _go_on_from(rank: int, world: int, folder: str, policy: str) -> Tensor:
-    """Logits of tokens behind the cache of the whole model, from its file."""
-    model = _load(folder, world)
-    with kvpolicy.attach(model, policy):
-        cache = PolicyCache.load(model, str(Path(folder) / "whole.safetensors"))
-        return torch.cat([model(prompt()[:, at : at + 1], cache=cache).logits for at in range(NEW)], 1)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gemma3n", "deepseek_v2", "falcon_h1", "qwen3_5"])
-def test_the_file_of_a_whole_model_goes_on(name: str, tmp_path: Path) -> None:
-    """Windows and shared keys, latent vectors, every head on every rank, and states."""
-    model = model_of(name)
+    assert divided(model.config) == SAVED[name]
     model.save_pretrained(tmp_path)
     policy = "snapkv+tokenwise:bits=8@0.5"
     with torch.no_grad(), kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         model(prompt(), cache=cache)
         cache.save(tmp_path / "whole.safetensors")
-        want = torch.cat([model(prompt()[:, at : at + 1], cache=cache).logits for at in range(NEW)], 1)
-    for found in run_ranks(_go_on_from, 2, str(tmp_path), policy):
-        assert (found - want).abs().max() < CLOSE
+        want = _steps(model, cache)
+    for stayed, loaded, whole in run_ranks(_go_on, 2, str(tmp_path), policy):
+        assert torch.equal(stayed, loaded)
+        assert (whole - want).abs().max() < CLOSE
+    assert len([*tmp_path.glob("own*")]) == (1 if SAVED[name] == "nothing" else 2)
 
 
 def test_what_is_tested_may_be_loaded() -> None:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.parallel.runtime import share
 from tests.parallel.ranks import run_ranks
-from tests.parallel.sliced import Heads, divided, model_of
+from tests.parallel.sliced import Heads, divided, pair_of
 from tests.sampling import product
 
 TEXT = 26
@@ -35,9 +34,7 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, list[Tensor]]:
 
 def _compare(rank: int, world: int, heads: Heads) -> list[float]:
     """The largest difference of each policy on this rank."""
-    model = model_of(heads)
-    alone = model_of(heads)
-    share(model, replicas=heads.replicas)
+    model, alone = pair_of(heads)
     found: list[float] = []
     for policy in POLICIES:
         one, want = _play(alone, policy)

@@ -15,11 +15,10 @@ from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.calibration import calibrate_kvtc
 from kvpolicy.hf.cache_file import CacheFile, rank_path, read
 from kvpolicy.hf.rank_file import cut_for_rank
-from kvpolicy.parallel.runtime import share
 from kvpolicy.registry import names
 from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, words
 from tests.parallel.ranks import run_ranks
-from tests.parallel.sliced import Heads, divided, model_of
+from tests.parallel.sliced import Heads, divided, pair_of
 from tests.parallel.test_exact import POOLED
 
 STEPS = 3
@@ -109,9 +108,7 @@ def differences(part: CacheFile, own: CacheFile, layers: Sequence[str]) -> list[
 
 def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[str]:
     """How a rank's part of the file of a whole model differs from the file that it writes itself."""
-    model = model_of(heads)
-    alone = model_of(heads)
-    share(model, replicas=heads.replicas)
+    model, alone = pair_of(heads)
     found: list[str] = []
     for policy in policies:
         whole = Path(folder) / f"whole{rank}.safetensors"
@@ -145,9 +142,7 @@ def test_a_part_is_the_file_of_its_rank(heads: Heads, policies: list[str], tmp_p
 
 def _loaded(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[float]:
     """The largest difference of logits behind the same file, on a rank and in the whole model."""
-    model = model_of(heads)
-    alone = model_of(heads)
-    share(model, replicas=heads.replicas)
+    model, alone = pair_of(heads)
     found: list[float] = []
     for policy in policies:
         path = Path(folder) / f"whole{rank}.safetensors"
@@ -166,9 +161,7 @@ def test_a_loaded_part_goes_on_as_the_whole(heads: Heads, tmp_path: Path) -> Non
 
 def _with_loss(rank: int, world: int, heads: Heads, folder: str) -> tuple[float, str]:
     """As `_loaded`, for a file with loss; and what a rank says that shall write one."""
-    model = model_of(heads)
-    alone = model_of(heads)
-    share(model, replicas=heads.replicas)
+    model, alone = pair_of(heads)
     path = Path(folder) / f"whole{rank}.safetensors"
     calibration = Path(folder) / f"calibration{rank}"
     draw = torch.Generator().manual_seed(1)
@@ -190,9 +183,7 @@ def test_a_file_with_loss_is_written_by_one_process_and_loaded_on_several(tmp_pa
 
 
 def _refused(rank: int, world: int, heads: Heads, policy: str, folder: str) -> str:
-    model = model_of(heads)
-    alone = model_of(heads)
-    share(model, replicas=heads.replicas)
+    model, alone = pair_of(heads)
     path = Path(folder) / f"whole{rank}.safetensors"
     _play(alone, policy, path)
     with pytest.raises(KVPolicyError) as caught, divided(heads, rank, world):

@@ -11,7 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvpolicy
@@ -34,11 +41,19 @@ SIZE_MARGIN = 1.1
 """The same for the sizes of real models, of which the tiles are a small part."""
 
 
-def llama(**changed: Any) -> Any:
+SIZES: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192},
+}
+
+
+def made(config: Any) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
-    return LlamaForCausalLM(LlamaConfig(**sizes | heads | changed)).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def llama(**changed: Any) -> Any:
+    return made(LlamaConfig(**SIZES | changed))
 
 
 def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1, **how: Any) -> int:
@@ -93,18 +108,12 @@ OTHERS = ["snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip", "compactor", "k
 CHUNKED = ["full", "tokenwise", MINICACHE, *OTHERS]
 
 
-def is_planned(row: tuple[str, int | None]) -> bool:
-    """Whether a policy is planned in one piece, or in chunks."""
-    policy, chunk = row
-    return policy in (WHOLE if chunk is None else CHUNKED)
-
-
 @product(
     ("policy", "chunk"),
     list(dict.fromkeys([*WHOLE, *CHUNKED])),
     [None, 192],
     sample=[*((policy, None) for policy in OFTEN), ("h2o+kivi", 192)],
-    allowed=is_planned,
+    allowed=lambda row: row[0] in (WHOLE if row[1] is None else CHUNKED),
 )
 def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
     check_plan(llama(), policy, MARGIN, chunk)
@@ -172,32 +181,19 @@ def test_rows_and_statistics_larger_than_the_mlp() -> None:
 @pytest.mark.parametrize("chunk", [None, 192])
 def test_sliding_windows(family: str, chunk: int | None) -> None:
     """Their masks, their matrices of attention, and the prompts that their stock caches keep alive."""
-    from transformers import Gemma3TextConfig, GptOssConfig
-
-    sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192}
-    sizes |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0}
-    torch.manual_seed(0)
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "intermediate_size": 128, "head_dim": 16, "pad_token_id": 0}
+    sizes |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
     config: Any = Gemma3TextConfig(**sizes) if family == "gemma3" else GptOssConfig(**sizes, num_local_experts=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    measured = alive(model, "window@0.2", 768, chunk)
-    plan = kvpolicy.plan(config, "window@0.2", prompt=768, new=8, dtype=torch.float32, chunk=chunk)
-    assert measured <= plan.prefill_nbytes <= MARGIN * measured
+    check_plan(made(config), "window", MARGIN, chunk)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "window+tokenwise"])
 @pytest.mark.parametrize("how", [{}, {"chunk": 192}, {"tile": 192}], ids=["whole", "chunks", "tiles"])
 def test_latent_attention(policy: str, how: dict[str, Any]) -> None:
-    from transformers import DeepseekV3Config
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None}
-    latent: dict[str, Any] = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    few: dict[str, Any] = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    config = DeepseekV3Config(**sizes | heads | latent | few, first_k_dense_replace=3, max_position_embeddings=8192)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    check_plan(model, policy, TILED_MARGIN, **how)
+    sizes: dict[str, Any] = SIZES | {"num_key_value_heads": 8, "q_lora_rank": None, "first_k_dense_replace": 3}
+    sizes |= {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    sizes |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    check_plan(made(DeepseekV3Config(**sizes)), policy, TILED_MARGIN, **how)
 
 
 def without_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

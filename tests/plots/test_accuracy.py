@@ -52,6 +52,8 @@ def test_tasks_are_averaged_and_their_widths_add_as_squares() -> None:
     (point,) = read_points(rows)
     assert (point.method, point.accuracy, point.share) == ("h2o", pytest.approx(0.6), pytest.approx(0.2))
     assert (point.low, point.high) == (pytest.approx(0.6 - 0.25), pytest.approx(0.6 + (0.16 + 0.01) ** 0.5 / 2))
+    (of_one_task,) = read_points([row | {"task": "a"} for row in rows])
+    assert of_one_task[2:] == pytest.approx((0.2, 0.6, 0.25, 0.85)), "rows of one task count as their mean"
 
 
 def test_a_sweeps_table_is_read(tmp_path: Path) -> None:
@@ -80,58 +82,12 @@ def test_a_policy_that_lacks_a_task_is_left_out() -> None:
     assert "h2o@0.4" not in [one.policy for one in read_points(rows)] and len(read_points(rows)) == 3
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([], "at least one row"),
-        ([3], "must be a mapping"),
-        ([{"accuracy": 1, "share": 1}], "must have policy in every row"),
-        ([{"policy": "full", "share": 1}], "must have accuracy or value"),
-        ([{"policy": "full", "accuracy": 1}], "must have share or kv_share"),
-        ([{"policy": "full", "accuracy": "high", "share": 1}], "must have numbers under accuracy, got 'high'"),
-        (
-            [{"policy": "full", "accuracy": 1, "share": 1, "higher_is_better": False}],
-            "a measured metric of which more is better",
-        ),
-        (
-            [ROWS[0] | {"model": "a"}, ROWS[0] | {"model": "b"}],
-            "must be given for results of several models; try one of",
-        ),
-        ("nothing/here.csv", "must be a CSV or JSON lines file"),
-    ],
-)
-def test_what_is_missing_is_said(rows: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        plots.accuracy_against_bytes(rows)
-
-
-def test_a_broken_file_and_an_unknown_model_are_said(tmp_path: Path) -> None:
-    path = tmp_path / "table.jsonl"
-    path.write_text("{not json}\n")
-    with pytest.raises(ValueError, match="must be CSV"):
-        plots.accuracy_against_bytes(path)
-    with pytest.raises(ValueError, match="model must be one of a, got 'c'"):
-        plots.accuracy_against_bytes([row | {"model": "a"} for row in ROWS], model="c")
-
-
 def test_the_front_is_what_nothing_beats() -> None:
     found = [(0.3, 0.5, "a"), (0.1, 0.2, "b"), (0.3, 0.6, "c"), (0.2, 0.1, "d"), (1.0, 0.6, "e"), (0.1, 0.2, "f")]
     pairs = [one[:2] for one in found]
     wanted = [one for one in found if not any(b != one[:2] and b[0] <= one[0] and b[1] >= one[1] for b in pairs)]
     assert pareto(found, lambda one: one[0], lambda one: one[1]) == sorted(wanted)
     assert [name for *_, name in sorted(wanted)] == ["b", "f", "c"], "equals are on the front together"
-
-
-def test_policies_by_layer_have_a_color_of_their_own() -> None:
-    """Their parts are not known without a model."""
-    found = looks(["snapkv", "tuned:file=a.json", "h2o", "tuned:file=b.json"])
-    assert len({(look.color, look.marker) for look in found.values()}) == 4
-
-
-def test_a_name_that_is_no_policy_has_a_look_of_its_own() -> None:
-    rows = [{"policy": "expected attention", "accuracy": 0.5, "share": 0.2}, *ROWS]
-    found = lines(plots.accuracy_against_bytes(rows))
-    assert found["expected attention"].get_color() != found["h2o@0.2"].get_color()
 
 
 def test_a_length_that_was_not_measured_is_never_chosen() -> None:
@@ -146,24 +102,47 @@ def test_a_length_that_was_not_measured_is_never_chosen() -> None:
         read_points(rows[:1])
 
 
-def test_rows_of_one_policy_and_task_count_as_their_mean() -> None:
-    head = {"policy": "h2o@0.2", "share": 0.2}
-    rows = [head | {"accuracy": a, "low": a - 0.1, "high": a + 0.1, "share": a} for a in (0.2, 0.6)]
-    (point,) = read_points(rows)
-    assert point[2:] == pytest.approx((0.4, 0.4, 0.3, 0.5))
+def test_a_name_that_is_no_policy_and_policies_by_layer_have_a_look_of_their_own() -> None:
+    """Parts of policies by layer are not known without a model."""
+    found = looks(["snapkv", "tuned:file=a.json", "h2o", "tuned:file=b.json", "expected attention"])
+    assert len({(look.color, look.marker) for look in found.values()}) == 5
 
 
-def test_policies_without_a_common_task_are_said() -> None:
-    rows = [row | {"task": row["policy"]} for row in ROWS[:2]]
-    with pytest.raises(ValueError, match=r"a policy with a row for each of the tasks full, h2o@0\.2"):
+ONE = {"policy": "full", "accuracy": 1, "share": 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "at least one row"),
+        ([3], "must be a mapping"),
+        ([{"accuracy": 1, "share": 1}], "must have policy in every row"),
+        ([{"policy": "full", "share": 1}], "must have accuracy or value"),
+        ([{"policy": "full", "accuracy": 1}], "must have share or kv_share"),
+        ([ONE | {"accuracy": "high"}], "must have numbers under accuracy, got 'high'"),
+        ([ONE | {"higher_is_better": False}], "a measured metric of which more is better"),
+        ([ONE | {"model": "a"}, ONE | {"model": "b"}], "must be given for results of several models; try one of"),
+        ([row | {"task": row["policy"]} for row in ROWS[:2]], r"a row for each of the tasks full, h2o@0\.2"),
+        ("nothing/here.csv", "must be a CSV or JSON lines file"),
+    ],
+)
+def test_what_is_missing_is_said(rows: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         plots.accuracy_against_bytes(rows)
 
 
-def test_files_of_other_encodings(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_said() -> None:
+    with pytest.raises(ValueError, match="model must be one of a, got 'c'"):
+        plots.accuracy_against_bytes([row | {"model": "a"} for row in ROWS], model="c")
+
+
+def test_files_of_other_encodings_and_broken_ones(tmp_path: Path) -> None:
     """Excel puts a mark before UTF-8; what is no UTF-8 is said."""
     text = "policy,accuracy,share\nä,0.5,0.2\n"
     (tmp_path / "a.csv").write_text(text, encoding="utf-8-sig")
     assert [point.policy for point in read_points(tmp_path / "a.csv")] == ["ä"]
     (tmp_path / "b.csv").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"must be CSV .*, got .*b\.csv"):
-        read_points(tmp_path / "b.csv")
+    (tmp_path / "c.jsonl").write_text("{not json}\n")
+    for name in ("b.csv", "c.jsonl"):
+        with pytest.raises(ValueError, match=rf"must be CSV .*, got .*{name}"):
+            read_points(tmp_path / name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -157,16 +156,3 @@ def test_attention_is_that_of_the_oldest_tokens_with_half_their_keys() -> None:
         cache = PolicyCache(model, new=1)
         forward(model, ids, mask, 0, 26, cache)
         assert not torch.allclose(forward(model, ids, mask, 26, 27, cache), logits[0], atol=1e-3)
-
-
-def test_its_index_is_saved_and_follows_rows(tmp_path: Path) -> None:
-    model = build("llama", layers=1)
-    ids, mask = make_batch(LENGTHS, TURNS)
-    with kvpolicy.attach(model, Policy(reader=Against())):
-        cache = PolicyCache(model, prompt=LENGTHS, new=6)
-        forward(model, ids, mask, 0, 26, cache)
-        before: Any = cache.policy_layers[0].store.tensors.reads
-        kept = [t.clone() for t in before.index]
-        cache.reorder_cache(torch.tensor([1, 0]))
-        after: Any = cache.policy_layers[0].store.tensors.reads
-        assert all(torch.equal(now, then[[1, 0]]) for now, then in zip(after.index, kept, strict=True))

@@ -1,4 +1,4 @@
-"""Clusters of keys: how they are found, kept up to date, counted and carried over."""
+"""Clusters of keys: how they are found and weighed, when, and that they are counted, carried over and brought back."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, Retrieval
+from kvpolicy import Retrieval
+from kvpolicy.engine.layer_slots import LayerSlots
+from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers import retrieval
+from kvpolicy.readers.clusters import ClusterTokens, need_in_clusters
 from kvpolicy.readers.retrieval import k_means, mean_by_cluster, nearest
-from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw
+from tests.engine.parts import index_of, slots_of
+from tests.readers.bench import DIM, Layer, draw
 from tests.reference.readers.retrieval import belongs
 from tests.reference.readers.retrieval import k_means as slow_k_means
 
@@ -45,27 +49,6 @@ def test_a_cluster_that_loses_its_keys_stays() -> None:
     keys = torch.tensor([3.0, 4.0]).expand(1, 1, 6, 2)
     directions, used = k_means(keys, torch.tensor([[6]]), torch.tensor([[3]]), 3)
     assert torch.allclose(directions, torch.tensor([0.6, 0.8]).expand(1, 1, 3, 2)) and bool(used.all())
-
-
-@pytest.mark.parametrize("base", ["full", "snapkv"])
-def test_clusters_of_single_tokens_read_as_exact(base: str) -> None:
-    """If they are found again after each step: a center is the key then."""
-    at = "@0.5" if base == "snapkv" else ""
-    budget = [13] if at else [26]
-    spec = "retrieval:recent=1:cluster=1:estimate=false:sinks=0:rebuild=1"
-    one, exact = (Layer(f"{base}+{reader}:read=6{at}", budget, new=9) for reader in (spec, "exact"))
-    for layer in (one, exact):
-        layer.prompt(*draw(26, 8))
-    for step in range(9):
-        q, k, v = draw(1, 60 + step)
-        # Alike in a group: what the newest token weighs, which has no center yet, then changes no order.
-        q = q[:, ::GROUP].repeat_interleave(GROUP, 1)
-        outputs = [layer.step(q, k, v) for layer in (one, exact)]
-        assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
-        for head in range(HEADS):
-            assert one.positions_read(0, head) == exact.positions_read(0, head)
-        for layer in (one, exact):
-            layer.between()
 
 
 def test_equal_directions_and_empty_heads() -> None:
@@ -107,7 +90,6 @@ def test_long_prompts_are_clustered_in_segments(
     cluster: Any, long: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each segment as if it were alone; and the index has room for all clusters that any shorter row may need."""
-    monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "SEGMENT", 8)
     monkeypatch.setattr(retrieval, "LONG", long)
     monkeypatch.setattr("kvpolicy.readers.common.LONG", long)
@@ -153,17 +135,7 @@ def test_the_number_of_a_cluster_has_two_bytes_where_that_is_enough() -> None:
         assert Retrieval(cluster=2).alloc(1, 1, entries, 2, torch.float32, "meta").assigned.dtype == kind
 
 
-@pytest.mark.parametrize(
-    "spec", ["retrieval:cluster=0", "retrieval:sinks=-1", "retrieval:rebuild=0", "retrieval:read=0"]
-)
-def test_numbers_out_of_range_are_refused(spec: str) -> None:
-    with pytest.raises(KVPolicyError, match=r"Retrieval\.[a-z]+ must be"):
-        Policy.parse(f"full+{spec}")
-
-
 def test_layers_that_follow_read_what_clusters_chose() -> None:
-    with pytest.raises(KVPolicyError, match="without estimates of unread tokens"):
-        Policy.parse("full+reuse/retrieval")
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer("tiger=4821\nfalcon=1937\n" * 12 + "?tiger=", return_tensors="pt")
     with kvpolicy.attach(model, "full+reuse:every=2/retrieval:recent=1:read=24:estimate=false") as handle:
@@ -173,3 +145,85 @@ def test_layers_that_follow_read_what_clusters_chose() -> None:
         assert plan is not None and (report.nbytes, report.moved) == (plan.nbytes, plan.moved)
         kinds = [layer.nbytes.get("index", 0) for layer in report.layers]
     assert [kind > 20_000 for kind in kinds] == [False, False, True, False, True, False, True, False]
+
+
+def test_a_cluster_weighs_as_many_tokens_as_it_holds() -> None:
+    """Also those that a merged slot stands for; and what is read of it is not estimated."""
+    assigned = torch.tensor([[[0, 1, 1, 0, 2]]])
+    log_tokens = torch.tensor([[[1.0, 1.0, 3.0, 1.0, 0.0]]]).log()
+    clusters = ClusterTokens.counted(assigned, log_tokens, 4)
+    assert torch.allclose(clusters.total, torch.tensor([[[2.0, 4.0, 0.0, 0.0]]]))
+    left = clusters.unread(torch.tensor([[[2, 0, 3]]]), torch.tensor([[[True, True, False]]]))
+    assert torch.allclose(left, torch.tensor([[[1.0, 1.0, 0.0, 0.0]]]))
+    score = torch.tensor([[[[0.0, 1.0, 9.0, 9.0], [2.0, 0.0, 9.0, 9.0]]]])
+    need = need_in_clusters(score, clusters, SINGLE_RANK)[0, 0].exp()
+    weights = torch.tensor([[1.0, 2.718281828], [7.389056099, 1.0]])
+    weights = (weights / (weights * torch.tensor([2.0, 4.0])).sum(-1, keepdim=True)).amax(0)
+    assert torch.allclose(need, weights[[0, 1, 1, 0, 0]] * torch.tensor([1.0, 1, 3, 1, 0]), atol=1e-6)
+    nothing = ClusterTokens.counted(assigned, torch.full((1, 1, 5), -torch.inf), 4)
+    assert bool(need_in_clusters(score, nothing, SINGLE_RANK).isfinite().all())
+
+
+def test_rows_that_are_read_in_part_lack_clusters_until_they_are_found() -> None:
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24], new=2)
+    layer.prompt(*draw(24, 1))
+    shape = index_of(layer.store).shape
+    assert shape is not None
+    slots = LayerSlots(layer.store.contents, slots_of(layer.store).codes, shape)
+    reader: Any = layer.policy.reader
+    assert not reader.is_missing(index_held(layer), slots, 0)
+    before = index_held(layer).directions.clone()
+    index_held(layer).used.zero_()
+    assert reader.is_missing(index_held(layer), slots, 0), "the layer was given slots"
+    assert not reader.is_missing(index_held(layer), slots, 1), "looked for while the index is made"
+    index_of(layer.store).complete()
+    assert torch.equal(index_held(layer).directions, before) and not reader.is_missing(index_held(layer), slots, 0)
+
+
+def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
+    """Whether it becomes longer, or a row in it is read in part from now on."""
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24, 5], new=1)
+    layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [19]]))
+    reader: Any = layer.policy.reader
+    assert reader.has_clusters(index_held(layer)).tolist() == [True, False]
+    old = index_held(layer)
+    for step in range(3):
+        layer.step(*draw(1, step, batch=2), valid=torch.tensor([[False], [True]]))
+        layer.between()
+    assert reader.has_clusters(index_held(layer)).tolist() == [True, True]
+    assert index_held(layer) is old
+    for step in range(3):
+        layer.step(*draw(1, step, batch=2))
+        layer.between()
+    new = index_held(layer)
+    first = old.used.shape[-1]
+    assert new is not old and new.used.shape[-1] > first
+    for now, then in zip(new[:4], old[:4], strict=True):
+        assert torch.equal(now[:, :, :first], then) and not bool(now[:, :, first:].any())
+
+
+def test_a_row_read_whole_has_no_clusters_until_it_is_read_in_part() -> None:
+    """So that it has the same ones as it would have alone."""
+    both = Layer("full+retrieval:recent=1:read=8:cluster=3", [24, 5], new=1)
+    alone = Layer("full+retrieval:recent=1:read=8:cluster=3", [5], new=1)
+    q, k, v = draw(24, 1, batch=2)
+    both.prompt(q, k, v, torch.arange(24) >= torch.tensor([[0], [19]]))
+    alone.prompt(*(t[1:, :, 19:] for t in (q, k, v)))
+    for step in range(24):
+        now = draw(1, 100 + step, batch=2)
+        out = both.step(*now), alone.step(*(t[1:] for t in now))
+        assert torch.allclose(out[0][1], out[1][0], atol=1e-5), step
+        both.between()
+        alone.between()
+
+
+def test_what_is_read_to_assign_a_key_is_counted() -> None:
+    plan = kvpolicy.plan("tiny", "full+retrieval:recent=1:read=16", prompt=500, dtype=torch.float32)
+    layer = plan.layers[0]
+    clusters = Retrieval().clusters(layer.tokens)
+    heads = 4
+    dim = 32
+    centers = heads * clusters * (dim * 4 + 1)
+    index = centers + heads * (clusters * (dim * 4 + 4) + layer.tokens * 2)
+    assert layer.nbytes["index"] == index + 8
+    assert layer.moved == index + centers + heads * layer.tokens * 4 + heads * dim * 4 * (2 * 16 + 1)

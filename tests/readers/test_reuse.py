@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import ExactTopK, Policy, PolicyCache, Reuse
+from kvpolicy import ExactTopK, PolicyCache, Reuse
 from kvpolicy.engine.reading import Board
-from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import name_of
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
-from tests.engine.parts import index_of, slots_of
-from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
+from tests.engine.parts import index_of
+from tests.readers.bench import GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers import count_of, ranked
 from tests.reference.readers.reuse import DEFAULTS, chooser, followed
 
@@ -91,6 +90,8 @@ def test_reads_what_the_slow_version_reads(policy: str, sizes: tuple[int, int]) 
     prompts = [draw(n, 1 + idx) for idx in (0, 1)]
     for layer, prompt in zip(layers, prompts, strict=True):
         layer.prompt(*prompt)
+    # Where layers hold the same tokens, slots are passed on, and not searched for.
+    assert index_of(layers[1].store).same_slots or not policy.startswith("streaming")
     for step in range(STEPS):
         now = [draw(1, 100 + 2 * step + idx) for idx in (0, 1)]
         outs = [layer.step(*tensors) for layer, tensors in zip(layers, now, strict=True)]
@@ -109,28 +110,6 @@ def test_reads_what_the_slow_version_reads(policy: str, sizes: tuple[int, int]) 
         if not reader.full:
             choice = [set(order) for order in orders]
             assert torch.allclose(outs[0].double(), slow_output(layers[0], now[0][0], [choice]), atol=1e-5)
-        for layer in layers:
-            layer.between()
-
-
-def test_the_same_slots_are_not_searched_for() -> None:
-    """Both ways read the same; where layers hold the same tokens for their position, slots are passed on."""
-    layers = pair(CASES[1], ([13], [13]))
-    for idx, layer in enumerate(layers):
-        layer.prompt(*draw(26, 1 + idx))
-    assert index_of(layers[1].store).same_slots
-    for step in range(STEPS):
-        layers[0].step(*draw(1, 50 + step))
-        now = draw(1, 80 + step)
-        layers[1].step(*now)
-        read = [layers[1].positions_read(0, head) for head in range(HEADS)]
-        store = layers[1].store
-        board: Any = index_of(store).board
-        index_of(store).same_slots = False
-        searched = slots_of(store).reads._follow(index_of(store).shape, store.tensors.reads, board.choice)  # pyright: ignore[reportArgumentType]
-        index_of(store).same_slots = True
-        layers[1].read = searched
-        assert [layers[1].positions_read(0, head) for head in range(HEADS)] == read
         for layer in layers:
             layer.between()
 
@@ -233,39 +212,12 @@ def test_a_short_row_reads_what_it_reads_alone(policy: str, short: int) -> None:
     assert (alone[0] - together[1, skip:]).abs().max() < (0.05 if "kivi" in policy else 5e-5)
 
 
-@pytest.mark.parametrize("field", [{"every": 1}, {"layers": "2_1"}, {"layers": "2,3"}, {"layers": "1", "dense": 2}])
-def test_what_is_out_of_range_is_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"Reuse\.{next(iter(field))} must"):
-        Reuse(**field)
-
-
 def test_layers_that_read_everything() -> None:
     """Two, or as many as the base has; the first layer that chooses may be the next one."""
     dense = [Reuse().traits.dense, Reuse(base=ExactTopK(dense=5)).traits.dense, Reuse(dense=0).traits.dense]
     assert dense == [2, 5, 0] and Reuse(base=ExactTopK(dense=5), dense=3).traits.dense == 5
     assert Reuse(layers="2_9", dense=2).traits.dense == 2 and Reuse(layers="4").traits.dense == 4
     assert Reuse(layers="0_1").traits.source(0) == 0
-
-
-@pytest.mark.parametrize("base", ["all", "reuse"])
-def test_a_base_that_does_not_choose_everywhere_is_refused(base: str) -> None:
-    with pytest.raises(ValueError, match=r"Reuse\.base must be a reader that chooses"):
-        Policy.parse(f"reuse/{base}")
-
-
-def test_layers_that_the_policy_does_not_manage_cannot_choose() -> None:
-    model = ModelInfo(2, HEADS, DIM, None, (1, 3))
-    with pytest.raises(ValueError, match="layers that the policy manages, got 'auto', by which layer 1"):
-        Reuse(dense=1, every=2).check(ModelInfo(2, HEADS, DIM, None, (0, 2)))
-    with pytest.raises(ValueError, match="got '1_2', by which layer 2 chooses"):
-        Reuse(layers="1_2").check(model)
-    Reuse(layers="1").check(model)
-
-
-def test_specs_are_written_as_they_are_read() -> None:
-    policy = Policy(reader=Reuse(base=ExactTopK(read=256), layers="2_13"))
-    assert str(policy) == "reuse:layers=2_13/exact:read=256"
-    assert Policy.parse(str(policy)) == policy
 
 
 def test_what_is_shown_begins_with_the_most_needed_tokens() -> None:
@@ -277,11 +229,3 @@ def test_what_is_shown_begins_with_the_most_needed_tokens() -> None:
         reads: Any = layer.store.tensors.reads
         assert reads.choice.positions[..., :2].tolist() == [[[20 + step, 0]] * HEADS]
         layer.between()
-
-
-def test_a_base_that_estimates_is_refused() -> None:
-    """Layers that choose for none but themselves have a summary, and the others would have no correction."""
-    with pytest.raises(ValueError, match=r"without estimates of unread tokens, got .*; try sparq:"):
-        Policy.parse("reuse/sparq")
-    assert Policy.parse("reuse/sparq:correct=false")
-    assert Policy.parse("reuse/centroids:estimate=false")

@@ -1,4 +1,4 @@
-"""The basis of keys, their coefficients, and the keys that are rebuilt from them."""
+"""Keys that a step rebuilds: their basis, coefficients and rotation, and when the basis is found."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import KVPolicyError, Policy, ShadowKV
-from kvpolicy.protocols import ModelInfo
-from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache, ShadowKV
+from kvpolicy.engine.layer_slots import LayerSlots
+from kvpolicy.protocols import Read
+from kvpolicy.readers import shadowkv
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.kernels.test_rotary import scaled
+from tests.readers.bench import DIM, Layer, draw
 from tests.reference.readers.shadowkv import singular_vectors
+from tests.sampling import each_once, product
 
 EVERY = torch.ones(1, dtype=torch.bool)
 
@@ -82,98 +89,209 @@ def test_landmarks_and_coefficients_leave_out_empty_slots() -> None:
     assert reader.rebuild_keys(index, torch.tensor([[[1, 3]]])).tolist() == [[[[3.0, 0.0], [0.0, 0.0]]]]
 
 
-@pytest.mark.parametrize(
-    ("recent", "sinks", "read", "base"),
-    [(1, 0, 8, "full"), (3, 2, 8, "h2o"), (7, 5, 12, "full"), (2, 1, 4, "h2o"), (30, 30, 8, "full")],
-)
-def test_the_newest_and_the_first_tokens_have_their_own_keys(recent: int, sinks: int, read: int, base: str) -> None:
-    """As many as are read, and no other; also where the last page is shorter, so that a slot is named twice."""
-    at = "@0.5" if base == "h2o" else ""
-    text = f"{base}+shadowkv:page=2:rank=2:read={read}:recent={recent}:sinks={sinks}:rebuild=50{at}"
-    layer = Layer(text, [20 if at else 40], new=9)
-    layer.prompt(*draw(40, 3))
-    for step in range(9):
-        q, k, v = draw(1, 30 + step)
-        out = layer.step(q, k, v)
-        read_by_head = [layer.positions_read(0, head) for head in range(HEADS)]
-        assert all(40 + step in each for each in read_by_head)
-        assert torch.allclose(out.double(), slow_output(layer, q, [read_by_head]), atol=1e-5)
-        layer.between()
+RANK = 3
+SPEC = f"full+shadowkv:read=8:page=2:rank={RANK}:sinks=1:recent=2"
+FAMILIES = ["llama", "qwen3", "gpt_neox", "gemma2", "gpt_oss", "opt", "gpt2", "yarn", "linear"]
 
 
-def test_a_low_rank_changes_what_is_read() -> None:
-    """And the more, the lower it is; the pages that are read remain the same."""
-    errors: list[float] = []
-    for rank in (1, 4, 7):
-        exact = Layer("full+shadowkv:read=16:rank=8:recent=1:sinks=0:page=4", [60], new=2)
-        low = Layer(f"full+shadowkv:read=16:rank={rank}:recent=1:sinks=0:page=4", [60], new=2)
-        for layer in (exact, low):
-            layer.prompt(*draw(60, 4))
-        outs = [layer.step(*draw(1, 5)) for layer in (exact, low)]
-        assert low.positions_read(0, 0) == exact.positions_read(0, 0)
-        errors.append(float((outs[0] - outs[1]).square().sum()))
-    assert errors[0] > errors[1] > errors[2] > 1e-6
+def model_of(family: str) -> Any:
+    """A small model."""
+    return scaled(family) if family in ("yarn", "linear") else build(family, layers=2)
 
 
-def test_generated_tokens_are_in_the_basis_of_the_prompt_until_it_is_found_again() -> None:
-    layer = Layer("full+shadowkv:read=8:rank=3:page=2:recent=1:rebuild=5", [24], new=20)
-    layer.prompt(*draw(24, 1))
+def vectors_of(layer: Layer) -> Tensor:
+    """The basis that a layer holds."""
     reads: Any = layer.store.tensors.reads
-    before = reads.index.vectors.clone()
-    for step in range(1, 11):
-        now = draw(1, step)
-        layer.step(*now)
-        rebuilt = layer.policy.reader.rebuild_keys(reads.index, torch.full((1, HEADS, 1), 23 + step))  # pyright: ignore[reportAttributeAccessIssue]
-        assert torch.allclose(rebuilt, now[1] @ before @ before.mT, atol=1e-5)
+    return reads.index.vectors
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Read, Tensor]]:
+    """What steps read from now on: their layer, the chosen slots and their keys."""
+    found: list[tuple[Any, Read, Tensor]] = []
+    keys = ShadowKV._keys
+
+    def noted(self: ShadowKV, index: Any, slots: LayerSlots, read: Read) -> Tensor:
+        found.append((slots._layer, read, keys(self, index, slots, read)))
+        return found[-1][2]
+
+    monkeypatch.setattr(ShadowKV, "_keys", noted)
+    return found
+
+
+@product(
+    "family,positions,joint",
+    FAMILIES,
+    ["own", "columns"],
+    ["false", "true"],
+    sample=each_once(FAMILIES, ["own", "own", "columns", "columns"], ["false", "true"]),
+)
+def test_keys_are_projected_without_their_rotation(
+    family: str, positions: str, joint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of padded rows too, whether the model counts the padding or not; and those of the newest are not projected."""
+    model = model_of(family)
+    prompt = 26
+    lengths = [26, 17]
+    ids, mask = make_batch(lengths, [prompt] + [1] * 4)
+    found = watch(monkeypatch)
+    with torch.no_grad(), kvpolicy.attach(model, f"{SPEC}:joint={joint}"):
+        cache = PolicyCache(model, new=4)
+        for start, stop in [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(4))]:
+            if positions == "own":
+                forward(model, ids, mask, start, stop, cache)
+            else:
+                places = torch.arange(start, stop).expand(2, -1)
+                more = {} if family in ("opt", "gpt2") else {"position_ids": places}
+                model(ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache, use_cache=True, **more)
+    shifts = [0, 0] if positions == "own" else [prompt - length for length in lengths]
+    assert found
+    for layer, chosen, keys in found[-len(cache.policy_layers) :]:
+        tensors = layer.tensors
+        rope = layer.spec.rope
+        assert rope is not None
+        every = range(tensors.keys.shape[1])
+        for row in range(2):
+            plain: list[Tensor] = []
+            there = tensors.positions[row] + shifts[row]
+            for head in every:
+                stored = tensors.keys[row, head][None, None]
+                plain.append(rope.unrotate(stored, there[head][None, None])[0, 0].double())
+            rebuilt = [projected(each, tensors.positions[row, head], lengths[row]) for head, each in enumerate(plain)]
+            if joint == "true":
+                width = keys.shape[-1]
+                together = projected(torch.cat(plain, -1), tensors.positions[row, 0], lengths[row])
+                rebuilt = [together[:, head * width : (head + 1) * width] for head in every]
+            for head in every:
+                at = tensors.positions[row, head]
+                turned = rope.rotate(rebuilt[head].float()[None, None], there[head][None, None])[0, 0]
+                own = (at >= int(tensors.length[row]) - 2) | (at < 1)
+                want = torch.where(own[:, None], tensors.keys[row, head], turned)
+                chosen_here = chosen.chosen[row, head] & (at[chosen.slots[row, head]] >= 0)
+                read = chosen.slots[row, head][chosen_here]
+                assert len(read) >= 7
+                assert torch.allclose(keys[row, head][chosen_here], want[read], atol=1e-4)
+
+
+def projected(plain: Tensor, positions: Tensor, prompt: int) -> Tensor:
+    """Unrotated keys [n, D] in the space of those of a prompt; of slots that are empty, any."""
+    vectors = torch.linalg.svd(plain[(positions >= 0) & (positions < prompt)], full_matrices=False).Vh[:RANK]
+    return plain @ vectors.mT @ vectors
+
+
+@pytest.mark.parametrize("joint", ["false", "true"])
+def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last tile is shorter."""
+    bases: list[Tensor] = []
+    for tile in (512, 5, 1):
+        monkeypatch.setattr(shadowkv, "_TILE", tile)
+        layer = Layer(f"{SPEC}:joint={joint}", [26, 17], new=2)
+        layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+        bases.append(vectors_of(layer))
+    for each in bases[1:]:
+        assert torch.allclose(each @ each.mT, bases[0] @ bases[0].mT, atol=1e-5)
+
+
+def test_a_row_that_begins_in_a_step_gets_a_basis_before_it_needs_one() -> None:
+    """While all of its tokens are read as they are stored; the other row keeps what it has."""
+    layer = Layer("full+shadowkv:read=8:page=2:rank=2:sinks=0:recent=4:rebuild=100", [24, 24], new=20)
+    layer.prompt(*draw(24, 1, batch=2), torch.arange(24) >= torch.tensor([[0], [24]]))
+    reader: Any = layer.policy.reader
+    reads: Any = layer.store.tensors.reads
+    before = vectors_of(layer).clone()
+    has: list[bool] = []
+    for step in range(10):
+        layer.step(*draw(1, 10 + step, batch=2), valid=torch.tensor([[True], [step > 1]]))
+        held = int(layer.store.tensors.length[1])
+        has.append(reader.has_basis(reads.index).tolist()[1])
+        assert has[-1] or held <= 4
         layer.between()
-        assert torch.equal(reads.index.vectors, before) == bool(step % 5)
-        before = reads.index.vectors.clone()
+    assert has == [False] * 4 + [True] * 6
+    assert torch.equal(vectors_of(layer)[0], before[0])
 
 
-def test_of_equal_heads_the_group_decides() -> None:
-    """A page is read if one query head of the group weights its landmark most."""
-    layer = Layer("full+shadowkv:read=8:rank=3:page=4:recent=1:sinks=0", [32], new=1)
-    k = torch.zeros(1, HEADS, 32, DIM)
-    k[:, :, 12:16, 0] = 9.0
-    q, _, v = draw(32, 2)
-    layer.prompt(q, k, v)
-    now = torch.zeros(1, HEADS * GROUP, 1, DIM)
-    now[:, 1::GROUP, :, 0] = 3.0
-    layer.step(now, torch.zeros(1, HEADS, 1, DIM), torch.zeros(1, HEADS, 1, DIM))
-    # Two pages: those of the newest token and of the first one come before it.
-    assert layer.positions_read(0, 0) == {0, 1, 2, 3, 32}
-    more = Layer("full+shadowkv:read=12:rank=3:page=4:recent=1:sinks=0", [32], new=1)
-    more.prompt(q, k, v)
-    more.step(now, torch.zeros(1, HEADS, 1, DIM), torch.zeros(1, HEADS, 1, DIM))
-    assert more.positions_read(0, 0) == {0, 1, 2, 3, 12, 13, 14, 15, 32}
+def test_a_layer_that_gets_more_slots_keeps_its_basis() -> None:
+    layer = Layer(SPEC, [24], new=1)
+    layer.prompt(*draw(24, 1))
+    before = vectors_of(layer).clone()
+    for step in range(4):
+        layer.step(*draw(1, 20 + step))
+        layer.between()
+    assert layer.store.layout.exact > 25 and torch.equal(vectors_of(layer), before)
 
 
-@pytest.mark.parametrize(
-    "spec", ["shadowkv:rank=0", "shadowkv:page=0", "shadowkv:sinks=-1", "shadowkv:rebuild=0", "shadowkv:recent=0"]
-)
-def test_numbers_out_of_range_are_refused(spec: str) -> None:
-    with pytest.raises(KVPolicyError, match=r"ShadowKV\.[a-z]+ must be"):
-        Policy.parse(f"full+{spec}")
+@pytest.mark.parametrize("joint", ["false", "true"])
+def test_a_short_row_is_what_it_is_alone(joint: str) -> None:
+    """Although all of its tokens are read, and those of the other row are not."""
+    lengths = torch.tensor([24, 6])
+    q, k, v = draw(24, 2, batch=2)
+    spec = SPEC.replace("read=8", f"read=16:joint={joint}")  # the short row has 12 slots alone
+    both = Layer(spec, [24, 6], new=6)
+    both.prompt(q, k, v, torch.arange(24) >= 24 - lengths[:, None])
+    alone = Layer(spec, [6], new=6)
+    alone.prompt(*(t[1:, :, 18:] for t in (q, k, v)))
+    stored = Layer("full", [6], new=6)
+    stored.prompt(*(t[1:, :, 18:] for t in (q, k, v)))
+    for step in range(6):
+        now = draw(1, 20 + step, batch=2)
+        outputs = both.step(*now)[1], alone.step(*(t[1:] for t in now))[0], stored.step(*(t[1:] for t in now))[0]
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-5)
+        assert not torch.allclose(outputs[1], outputs[2], atol=1e-3), "the rank is low"
+        for layer in (both, alone, stored):
+            layer.between()
 
 
-def test_more_coefficients_than_a_key_has_channels_are_refused() -> None:
-    with pytest.raises(KVPolicyError, match=r"ShadowKV\.rank must be at most the head dimension, 8, got 9; try 4"):
-        ShadowKV(rank=9).check(ModelInfo(1, 1, DIM))
-    ShadowKV(rank=8).check(ModelInfo(1, 1, DIM))
-    ShadowKV().check(ModelInfo(1, 1, 1))
-    with pytest.raises(KVPolicyError, match=r"at most the channels of all heads, 24, got 25; try 3"):
-        ShadowKV(rank=25, joint=True).check(ModelInfo(1, 3, DIM))
-    ShadowKV(rank=24, joint=True).check(ModelInfo(1, 3, DIM))
+def test_each_prompt_finds_the_basis_again_of_its_rows() -> None:
+    layer = Layer(SPEC, [24, 24], new=2)
+    layer.prompt(*draw(24, 1, batch=2))
+    before = vectors_of(layer).clone()
+    layer.budgets = [30, 30]
+    layer.prompt(*draw(6, 2, batch=2), torch.tensor([[True] * 6, [False] * 6]))
+    same = [torch.equal(now, then) for now, then in zip(vectors_of(layer), before, strict=True)]
+    assert same == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("tokenwise+shadowkv", "The codec must be plain for the reader shadowkv"),
-        ("full+reuse/shadowkv", "Reuse.base must be a reader that reads keys as they are stored"),
-        ("h2o+merge+shadowkv:host=true@0.5", "The merger must not merge while decoding"),
-    ],
-)
-def test_what_it_is_not_combined_with(policy: str, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        Policy.parse(policy)
+@pytest.mark.parametrize("joint", ["false", "true"])
+@pytest.mark.parametrize("host", ["true", "false"])
+def test_bytes_are_those_of_the_parts(host: str, joint: str) -> None:
+    policy = f"full+shadowkv:read=64:rank=5:joint={joint}:page=8:sinks=3:recent=9:host={host}"
+    plan = kvpolicy.plan("tiny", policy, prompt=500, dtype=torch.float32)
+    layer = plan.layers[0]
+    count = 4
+    dim = 32
+    number = 4
+    entries = -(-layer.tokens // 8)
+    basis = count * dim * 5 * number
+    landmarks = count * entries * dim * number
+    coefficients = (count if joint == "false" else 1) * entries * 8 * 5 * number
+    assert layer.nbytes["index"] == landmarks + coefficients + basis + 8 + 8  # limit and offset
+    vector = count * dim * number
+    keys = (8 + 12) * vector  # of the page that was written, and those that are read as they are stored
+    values = 64 * vector
+    positions = count * layer.tokens * 4
+    assert layer.moved == positions + landmarks + 2 * basis + count * 64 * 5 * number + keys + values
+    assert (layer.loaded, layer.stored) == ((keys + values, 2 * vector) if host == "true" else (0, 0))
+
+
+@pytest.mark.parametrize("selector", ["full", "window", "streaming"])
+def test_heads_that_share_a_basis(selector: str) -> None:
+    """A rank of all channels leaves nothing out, and the index is that of the slots, in a long life."""
+    budget = "" if selector == "full" else "@0.8"
+    shape = "read=8:page=2:recent=1:sinks=0:rebuild=3"
+    pair = [
+        Layer(f"{selector}+shadowkv:{shape}:{options}{budget}", [26, 17] if selector == "full" else [20, 13], new=3)
+        for options in ("rank=16:joint=true", "rank=8")
+    ]
+    for layer in pair:
+        layer.prompt(*draw(26, 1, batch=2), torch.arange(26) >= torch.tensor([[0], [9]]))
+    for step in range(9):
+        now = draw(1, 20 + step, batch=2)
+        outs = [layer.step(*now) for layer in pair]
+        assert torch.allclose(outs[0], outs[1], atol=1e-4)
+        for layer in pair:
+            layer.between()
+
+
+def test_an_embedding_that_depends_on_the_length_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"must be undone for this reader, .* try a reader that reads keys as they"):
+        kvpolicy.attach(scaled("dynamic"), SPEC)
+    kvpolicy.attach(scaled("dynamic"), "full+quest:read=8").detach()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch import Tensor
 
 from kvpolicy import PolicyCache
-from tests.conformance.models import build
+from tests.conformance.models import VOCABULARY, build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import words
 from tests.sampling import product, star
@@ -66,6 +68,30 @@ def exact(policy: str) -> bool:
 def own(family: str = "llama") -> Any:
     """A model that a test may change."""
     return copy.deepcopy(build(family))
+
+
+def drawn(name: str, config: Any) -> Any:
+    """A sharp random model of a class of transformers; vectors such as the weights of norms are random, too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.3)
+    return model
+
+
+def made(name: str, config: str, *without: str, **fields: Any) -> Any:
+    """A small model of a class of transformers, with a config of another one."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+    }
+    sizes = {key: value for key, value in sizes.items() if key not in without}
+    return drawn(name, getattr(transformers, config)(**(sizes | fields)))
 
 
 def converse(model: Any, lengths: list[int], seed: int = 0) -> tuple[Tensor, PolicyCache]:

@@ -7,22 +7,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.hf.cache_names import cache_argument, output_cache
 from tests.conformance.models import VOCABULARY
+from tests.robust.hostile import drawn, made
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def random(model: Any) -> Any:
-    for weight in model.parameters():
-        nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.2)
-    return model.eval()
 
 
 def ids(count: int = 20) -> Tensor:
@@ -31,7 +26,6 @@ def ids(count: int = 20) -> Tensor:
 
 def test_the_decoder_knows_its_last_position() -> None:
     """The whole config of BLIP-2 does not."""
-    torch.manual_seed(0)
     config = transformers.Blip2Config(
         vision_config=SMALL | {"image_size": 28, "patch_size": 14},
         qformer_config=SMALL | {"encoder_hidden_size": 16, "vocab_size": VOCABULARY},
@@ -40,7 +34,7 @@ def test_the_decoder_knows_its_last_position() -> None:
         num_query_tokens=4,
         image_token_index=47,
     )
-    model = random(transformers.Blip2ForConditionalGeneration(config))
+    model = drawn("Blip2ForConditionalGeneration", config)
     tokens = torch.cat([torch.full((1, 4), 47), ids(16)], 1)
     given: dict[str, Any] = {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28), "do_sample": False}
     want = model.generate(**given, max_new_tokens=5, min_new_tokens=5)
@@ -51,16 +45,12 @@ def test_the_decoder_knows_its_last_position() -> None:
             model.generate(**given, max_new_tokens=12, min_new_tokens=12)
 
 
-def bert(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(is_decoder=True, intermediate_size=48, pad_token_id=0, **TEXT)
-    return random(getattr(transformers, "BertLMHeadModel" if kind == "Bert" else f"{kind}ForCausalLM")(config))
-
-
-@pytest.mark.parametrize("kind", ["RoCBert", "Bert"])
-def test_a_cache_for_two_kinds_of_attention(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"), [("RoCBertForCausalLM", "RoCBertConfig"), ("BertLMHeadModel", "BertConfig")]
+)
+def test_a_cache_for_two_kinds_of_attention(name: str, config: str) -> None:
     """RoCBert makes one although it has one kind alone; given to the model, it is taken like any empty cache."""
-    model = bert(kind)
+    model = made(name, config, is_decoder=True)
     with torch.no_grad():
         whole = model(torch.cat([ids(), ids(1)], 1)).logits
         with kvpolicy.attach(model, "full") as handle:
@@ -78,42 +68,22 @@ def test_a_cache_for_two_kinds_of_attention(kind: str) -> None:
 
 
 def gemma(shared: int = 0) -> Any:
-    torch.manual_seed(0)
-    kinds = ["sliding_attention", "full_attention"] * (1 + shared // 2)
-    heads = {
+    text: dict[str, Any] = {
         "num_key_value_heads": 2,
         "head_dim": 8,
         "global_head_dim": 8,
         "intermediate_size": 48,
         "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * (1 + shared // 2),
+        "num_hidden_layers": 2 + shared,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 48,
+        "use_bidirectional_attention": "vision",
+        "num_kv_shared_layers": shared,
     }
-    text = (
-        TEXT
-        | heads
-        | {
-            "layer_types": kinds,
-            "num_hidden_layers": len(kinds),
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 48,
-        }
-    )
-    config = transformers.Gemma4UnifiedConfig(
-        text_config=text | {"use_bidirectional_attention": "vision", "num_kv_shared_layers": shared},
-        image_token_id=41,
-        video_token_id=42,
-        audio_token_id=43,
-    )
-    return random(transformers.Gemma4UnifiedForConditionalGeneration(config))
-
-
-def test_layers_that_read_the_keys_of_earlier_ones_take_no_such_picture() -> None:
-    model = gemma(shared=2)
-    tokens = ids(24)
-    refused = pytest.raises(KVPolicyError, match="whole picture must be in the first forward")
-    with torch.no_grad(), kvpolicy.attach(model, "full"):
-        model(tokens)
-        with refused:
-            model(tokens, mm_token_type_ids=(torch.arange(24) < 6).long()[None])
+    tokens: dict[str, Any] = {"image_token_id": 41, "video_token_id": 42, "audio_token_id": 43}
+    config = transformers.Gemma4UnifiedConfig(text_config=TEXT | text, **tokens)
+    return drawn("Gemma4UnifiedForConditionalGeneration", config)
 
 
 def test_text_beside_pictures_is_causal() -> None:
@@ -121,16 +91,22 @@ def test_text_beside_pictures_is_causal() -> None:
     model = gemma()
     tokens = ids(24)
     blocks = (torch.arange(24) < 6).long()[None]
+    refused = pytest.raises(KVPolicyError, match="whole picture must be in the first forward")
     with torch.no_grad():
         want = model(tokens).logits
         with kvpolicy.attach(model, "full"):
             assert torch.allclose(model(tokens).logits, want, atol=1e-4)
             got = model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5)
             found = model(tokens, mm_token_type_ids=blocks).logits
-            with pytest.raises(KVPolicyError, match="whole picture must be in the first forward"):
-                cache = kvpolicy.PolicyCache(model)
-                model(tokens[:, :3], cache=cache)
+            cache = PolicyCache(model)
+            model(tokens[:, :3], cache=cache)
+            with refused:
                 model(tokens, mm_token_type_ids=blocks, cache=cache)
             model(tokens)
         assert torch.allclose(found, model(tokens, mm_token_type_ids=blocks).logits, atol=1e-4)
         assert torch.equal(model.generate(tokens, do_sample=False, max_new_tokens=5, min_new_tokens=5), got)
+        sharing = gemma(shared=2)  # layers that read the keys of earlier ones take no picture at all
+        with kvpolicy.attach(sharing, "full"):
+            sharing(tokens)
+            with refused:
+                sharing(tokens, mm_token_type_ids=blocks)

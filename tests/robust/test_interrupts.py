@@ -18,6 +18,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch
+from tests.engine.test_attach import trace
 from tests.robust.hostile import FEW, NEW, SOME, answer, converse, each, own, prompt, refused
 from tests.sampling import each_once, product
 
@@ -72,11 +73,21 @@ def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
     hook.remove()
 
 
+CALLS: list[Callable[[PolicyCache], object]] = [
+    lambda cache: cache.save("nowhere"),
+    lambda cache: cache.shift(4, -1),
+    lambda cache: cache.crop(-1),
+    lambda cache: cache.mark(),
+    lambda cache: cache.hold_next(),
+    lambda cache: cache.fork(shared=True),
+]
+
+
 @each("where,when", ["self_attn.q_proj", "mlp"], ["prompt", "step"], often=FEW)
 def test_inside_a_layer(policy: str, where: str, when: str) -> None:
     """The model and other caches work on; the cache itself says that its layers do not agree."""
     model = own()
-    with kvpolicy.attach(model, policy), torch.no_grad():
+    with kvpolicy.attach(model, policy) as handle, torch.no_grad():
         want = answer(model)
         other = PolicyCache(model)
         cache = PolicyCache(model)
@@ -92,31 +103,16 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
             for how in ({}, {"position_ids": places}):
                 with refused("was interrupted"):
                     model(ids, cache=cache, **how)
+        for call in CALLS:
+            with refused("was interrupted"):
+                call(cache)
         cache.reset()
         model(prompt(), cache=cache)
         assert torch.equal(model(prompt(1), cache=cache).logits, after)
-        assert torch.equal(answer(model), want)
-
-
-CALLS: dict[str, Callable[[PolicyCache], object]] = {
-    "save": lambda cache: cache.save("nowhere"),
-    "shift": lambda cache: cache.shift(4, -1),
-    "crop": lambda cache: cache.crop(-1),
-    "mark": lambda cache: cache.mark(),
-    "hold_next": lambda cache: cache.hold_next(),
-    "fork": lambda cache: cache.fork(shared=True),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_no_use_is_made_of_layers_that_disagree(call: str) -> None:
-    model = own()
-    with kvpolicy.attach(model, "full"), torch.no_grad():
-        cache = PolicyCache(model)
-        model(prompt(), cache=cache)
-        broken(model, cache, prompt(1), "model.layers.1.mlp")
+        broken(model, None, prompt(), f"model.layers.1.{where}")
         with refused("was interrupted"):
-            CALLS[call](cache)
+            model(prompt(1), cache=handle.cache)
+        assert torch.equal(answer(model), want)
 
 
 AFTER = ["no cache", "compiled"]
@@ -141,111 +137,72 @@ def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: 
             model(prompt(5), cache=cache)
 
 
-@SOME
-def test_the_models_own_cache_is_broken_off(policy: str) -> None:
-    model = own()
-    with kvpolicy.attach(model, policy) as handle:
-        want = answer(model)
-        broken(model, None, prompt(), "model.layers.1.mlp")
-        with refused("was interrupted"), torch.no_grad():
-            model(prompt(1), cache=handle.cache)
-        assert torch.equal(answer(model), want)
-
-
 def test_a_refused_budget_spoils_nothing() -> None:
     model = build("llama")
     with kvpolicy.attach(model, "streaming:sinks=4@64B"):
-        with refused("must be at least"):
-            answer(model)
-        with refused("must be at least"):
-            answer(model)
-
-
-def in_threads(*jobs: Any, times: int = 2) -> list[list[Tensor]]:
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        running = [pool.submit(lambda job=job: [job() for _ in range(times)]) for job in jobs]
-        return [job.result() for job in running]
+        for _ in range(2):
+            with refused("must be at least"):
+                answer(model)
 
 
 @SOME
-def test_two_threads_on_two_models(policy: str) -> None:
-    models = [build("llama"), build("qwen2")]
-    with kvpolicy.attach(models[0], policy), kvpolicy.attach(models[1], policy):
-        want = [answer(model) for model in models]
-        got = in_threads(*(lambda model=model: answer(model) for model in models))
-    assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
-
-
-@SOME
-def test_two_threads_on_one_model(policy: str) -> None:
+def test_threads_on_one_model_and_on_two(policy: str) -> None:
     """Each with its own cache: right, since nothing of a forward is kept at the model."""
-    model = build("llama")
-    with kvpolicy.attach(model, policy):
-        want = [converse(model, [26, 17], seed)[0] for seed in (1, 2)]
-        got = in_threads(*(lambda seed=seed: converse(model, [26, 17], seed)[0] for seed in (1, 2)))
-        assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
-        right = answer(model)
-        assert all(torch.equal(one, right) for ones in in_threads(*[lambda: answer(model)] * 2) for one in ones)
+    model, other = build("llama"), build("qwen2")
+    jobs: list[Callable[[], Tensor]] = [
+        lambda: converse(model, [26, 17], 1)[0],
+        lambda: converse(model, [26, 17], 2)[0],
+        lambda: answer(model),
+        lambda: answer(other),
+    ]
+    with kvpolicy.attach(model, policy), kvpolicy.attach(other, policy):
+        want = [job() for job in jobs]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            running = [pool.submit(lambda job=job: [job() for _ in range(2)]) for job in jobs]
+            got = [each.result() for each in running]
+    assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
 
 
 @SOME
 def test_two_threads_on_one_cache(policy: str) -> None:
     model = own()
     inside = list[str]()
-    cache = PolicyCacheInUse(model, policy)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(prompt(1), cache=cache)
 
     def meanwhile(*_: Any) -> None:
         hook.remove()
         with ThreadPoolExecutor(1) as pool:
-            error = pool.submit(cache.step).exception()
-        inside.append(str(error))
+            inside.append(str(pool.submit(step).exception()))
 
-    with cache.handle:
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=NEW)
+        forward(model, *make_batch([26], TURNS), 0, 26, cache)
         hook = model.model.layers[1].mlp.register_forward_pre_hook(meanwhile)
-        cache.step()
-        cache.step()
+        step()
+        step()
     assert "still runs in another thread" in inside[0] and inside[0].endswith(".")
-    assert cache.cache.policy_layers[0].length.tolist() == [28]
-
-
-class PolicyCacheInUse:
-    """A conversation that two threads share."""
-
-    def __init__(self, model: Any, policy: str) -> None:
-        self.model = model
-        self.handle = kvpolicy.attach(model, policy)
-        self.cache = PolicyCache(model, new=NEW)
-        self.ids, self.mask = make_batch([26], TURNS)
-        forward(model, self.ids, self.mask, 0, 26, self.cache)
-
-    def step(self) -> Tensor:
-        with torch.no_grad():
-            return self.model(prompt(1), cache=self.cache).logits
+    assert cache.policy_layers[0].length.tolist() == [28]
 
 
 def test_one_of_many_threads_attaches() -> None:
     """One thread wins, the others are refused, and the model is afterwards as it was."""
     model = build("llama")
-    stock = model.config._attn_implementation
+    before = trace(model)
     start = threading.Barrier(8)
-    handles: list[kvpolicy.Handle] = []
-    errors: list[Exception] = []
 
-    def attach() -> None:
+    def attach() -> kvpolicy.Handle | Exception:
         start.wait()
         try:
-            handles.append(kvpolicy.attach(model, "window@0.5"))
-        except Exception as error:
-            errors.append(error)
+            return kvpolicy.attach(model, "window@0.5")
+        except kvpolicy.KVPolicyError as error:
+            return error
 
-    threads = [threading.Thread(target=attach) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(handles) == 1 and len(errors) == 7
-    assert all(isinstance(error, kvpolicy.KVPolicyError) and "already" in str(error) for error in errors)
+    with ThreadPoolExecutor(8) as pool:
+        found = [job.result() for job in [pool.submit(attach) for _ in range(8)]]
+    handles = [each for each in found if isinstance(each, kvpolicy.Handle)]
+    assert len(handles) == 1 and sum("already" in str(each) for each in found) == 7
     handles[0].detach()
-    assert model.config._attn_implementation == stock
-    config: Any = kvpolicy.attach(model, "window@0.5")
-    config.detach()
+    assert trace(model) == before

@@ -29,8 +29,7 @@ def test_a_method_of_the_instance_is_there_again() -> None:
         model.generate(torch.arange(3, 23)[None], max_new_tokens=2, do_sample=False)
     assert model.generate is mine
     del model.generate
-    with kvpolicy.attach(model, "h2o@0.5"):
-        pass
+    kvpolicy.attach(model, "h2o@0.5").detach()
     assert "generate" not in vars(model)
 
 
@@ -65,9 +64,10 @@ def test_an_announcement_for_other_rows_is_refused_before_anything_changes() -> 
         with pytest.raises(KVPolicyError, match="prompt must be one length or one per row, got 3 lengths for 2 rows"):
             model(ids, cache=cache)
         assert not cache.is_initialized
-        cache.expect(torch.tensor([20, 20]), 1)
+        cache.expect(torch.tensor([40, 40]), 1)
         model(ids, cache=cache)
-        assert cache.is_initialized
+        cache.shift(30, -20)
+        assert cache.prompt is not None and cache.prompt.tolist() == [20, 20], "a shorter text is announced so"
 
 
 def test_a_mark_without_memory_marks_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,51 +119,35 @@ def test_a_cache_that_saw_nothing_has_nothing_to_do() -> None:
             handle.rows(2, 64, new=65)
 
 
-def test_rows_are_chosen_by_numbers() -> None:
+def test_rows_are_chosen_and_repeated_by_numbers() -> None:
     model = own()
     ids, _ = make_batch([20, 20, 20])
     mask: Any = [True, False, True]
-    with torch.no_grad(), kvpolicy.attach(model, "h2o@8"):
-        cache = PolicyCache(model)
-        model(ids, cache=cache)
-        given: list[Any] = [mask, torch.tensor(mask), [0.9], torch.tensor([1.0])]
-        for wrong in given:
-            with pytest.raises(KVPolicyError, match="rows must be a list of numbers from 0 to 2"):
-                cache.fork(wrong)
-        before = cache.policy_layers[0].positions
-        cache.batch_select_indices([2, 0])
-        assert torch.equal(cache.policy_layers[0].positions, before[[2, 0]])
-
-
-def test_rows_of_an_empty_cache_are_not_chosen() -> None:
-    model = own()
-    with torch.no_grad(), kvpolicy.attach(model, "window@8"):
-        empty = PolicyCache(model)
-        taken_back = PolicyCache(model)
-        model(torch.tensor([[3, 4]]), cache=taken_back)
-        taken_back.crop(-2)
-        for cache in (empty, taken_back):
-            with refused("A cache must have seen a prompt for its rows to be chosen"):
-                cache.fork([0])
-            with refused("A cache must have seen a prompt for its rows to be chosen"):
-                cache.batch_select_indices([0])
-            assert cache.fork().batch_size == -1
-
-
-def test_rows_are_repeated_once_at_least() -> None:
-    model = own()
-    ids, _ = make_batch([20, 20])
+    choices: list[Any] = [mask, torch.tensor(mask), [0.9], torch.tensor([1.0])]
     numbers: list[Any] = [0, -1, 1.5, "2", True]
-    with torch.no_grad(), kvpolicy.attach(model, "h2o@8"):
+    with torch.no_grad(), kvpolicy.attach(model, "window@8"):
         cache = PolicyCache(model)
         model(ids, cache=cache)
         held = cache.nbytes
+        for wrong in choices:
+            with pytest.raises(KVPolicyError, match="rows must be a list of numbers from 0 to 2"):
+                cache.fork(wrong)
         for wrong in numbers:
             with pytest.raises(KVPolicyError, match="repeats must be"):
                 cache.batch_repeat_interleave(wrong)
-        assert (cache.batch_size, cache.nbytes) == (2, held)
+        assert (cache.batch_size, cache.nbytes) == (3, held)
+        before = cache.policy_layers[0].positions
+        cache.batch_select_indices([2, 0])
         cache.batch_repeat_interleave(2)
-        assert cache.batch_size == 4
+        assert torch.equal(cache.policy_layers[0].positions, before[[2, 2, 0, 0]])
+        taken_back = PolicyCache(model)
+        model(torch.tensor([[3, 4]]), cache=taken_back)
+        taken_back.crop(-2)
+        for cache in (PolicyCache(model), taken_back):
+            for choose in (cache.fork, cache.batch_select_indices):
+                with refused("A cache must have seen a prompt for its rows to be chosen"):
+                    choose([0])
+            assert cache.fork().batch_size == -1
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
@@ -181,12 +165,3 @@ def test_rows_of_inference_mode_go_on_without_it(family: str) -> None:
             rows.drop(0)
             model(torch.tensor([[0], [5]]), cache=rows)
         assert rows.free_rows() == [0]
-
-
-def test_a_text_that_has_become_shorter_is_announced_so() -> None:
-    model = own()
-    with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
-        cache = PolicyCache(model, prompt=40)
-        model(torch.arange(2, 42)[None], cache=cache)
-        cache.shift(30, -20)
-        assert cache.prompt is not None and cache.prompt.tolist() == 20

@@ -1,21 +1,27 @@
-"""Attention masks and rows: odd ones give what the stock model gives, impossible ones a sentence."""
+"""What a forward is given: masks, rows and arguments of attention are followed as in the stock model, or refused."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.utils.generic import TransformersKwargs
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.hf.attention_interface import KNOWN
+from kvpolicy.hf.cache_names import output_cache
+from kvpolicy.hf.seen_text import mask_digest
 from kvpolicy.registry import lookup
-from tests.conformance.models import build
+from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.robust.hostile import FEW, GREEDY, SOME, each, exact, prompt, refused, roomy
+from tests.robust.hostile import FEW, GREEDY, SOME, each, exact, own, prompt, refused, roomy
 
 SIZES = [26, 1, 1, 6, 1]
 
@@ -104,21 +110,6 @@ def test_generate_needs_a_token_at_the_end_of_a_row(policy: str, cached: bool) -
         build("llama").generate(ids, attention_mask=mask, use_cache=cached, **GREEDY)
 
 
-@each("new", [1, 6], often=FEW)
-def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
-    """The stock model would hide it; slots cannot."""
-    model = build("llama")
-    ids, mask = make_batch([26, 17], [26, new])
-    hides = mask.clone()
-    hides[0, 3:20] = 0
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        cache = PolicyCache(model)
-        model(ids[:, :26], attention_mask=mask[:, :26], cache=cache)
-        with refused("earlier tokens"):
-            model(ids[:, 26:], attention_mask=hides, cache=cache)
-        model(ids[:, 26:], attention_mask=mask, cache=cache)
-
-
 @each("rows", [(2, 1), (1, 2), (2, 3)], often=FEW)
 def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) -> None:
     before, after = rows
@@ -130,10 +121,7 @@ def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) 
         for new in (1, 3):
             with refused(f"must have the {before} row"):
                 model(ids[:, :new].expand(after, -1), cache=cache)
-        if after < before:
-            cache.batch_select_indices(torch.arange(after))
-        else:
-            cache.batch_select_indices(torch.zeros(after, dtype=torch.int64))
+        cache.batch_select_indices(torch.zeros(after, dtype=torch.int64))
         fresh = PolicyCache(model)
         model(ids.expand(after, -1), cache=fresh)
         got, want = (model(ids[:, :1].expand(after, -1), cache=c).logits for c in (cache, fresh))
@@ -141,19 +129,20 @@ def test_a_batch_that_changes_between_turns(policy: str, rows: tuple[int, int]) 
 
 
 @SOME
-def test_arguments_by_place(policy: str) -> None:
-    model = build("llama")
-    ids, mask = make_batch([26, 17], [26, 1])
-    with kvpolicy.attach(model, policy), torch.no_grad():
-        outs: list[Tensor] = []
-        for by_name in (True, False):
-            cache = PolicyCache(model)
-            if by_name:
-                model.model(ids[:, :26], attention_mask=mask[:, :26], cache=cache)
-            else:
-                model.model(ids[:, :26], mask[:, :26], None, cache)
-            outs.append(model.model(ids[:, 26:], mask, None, cache)[0])
-    assert torch.equal(*outs)
+def test_arguments_by_name_by_place_and_as_embeddings(policy: str) -> None:
+    model = build("llama").model
+    ids, mask = make_batch([26, 17], [26, 1, 3])
+    given = model.get_input_embeddings()(ids)
+    ways: list[Callable[[slice, PolicyCache], Any]] = [
+        lambda new, cache: model(ids[:, new], attention_mask=mask[:, : new.stop], cache=cache),
+        lambda new, cache: model(ids[:, new], mask[:, : new.stop], None, cache),
+        lambda new, cache: model(inputs_embeds=given[:, new], attention_mask=mask[:, : new.stop], cache=cache),
+    ]
+    with kvpolicy.attach(build("llama"), policy), torch.no_grad():
+        caches = [PolicyCache(build("llama")) for _ in ways]
+        for new in (slice(0, 26), slice(26, 27), slice(27, 30)):
+            outs = [way(new, cache)[0] for way, cache in zip(ways, caches, strict=True)]
+            assert torch.equal(outs[1], outs[0]) and torch.equal(outs[2], outs[0])
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if lookup(name)[1]().traits.key_space == "unrotated"])
@@ -177,51 +166,127 @@ def test_positions_that_jump(codec: str) -> None:
         assert cache.policy_layers[0].length.tolist() == [26]
 
 
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("change", ["other", "swapped"])
-def test_a_later_mask_that_hides_other_tokens_is_refused(new: int, change: str) -> None:
-    """As many earlier tokens, but not the same ones: the error was due and did not come."""
+@each("change,new", ["hides", "other", "swapped"], [1, 3], often=FEW)
+def test_a_later_mask_that_hides_other_tokens_is_refused(policy: str, change: str, new: int) -> None:
+    """The stock model would hide them; slots cannot. Also where as many are hidden as before."""
     model = build("llama")
     ids, mask = make_batch([20, 17], [20, 1, new])
-    with kvpolicy.attach(model, "full"):
+    wrong = mask.clone()
+    if change == "hides":
+        wrong[0, 3:15] = 0
+    elif change == "other":
+        wrong[1, :4] = torch.tensor([1, 0, 0, 0])  # row 1 is padded in its first three columns
+    else:
+        wrong[:, :21] = mask.flip(0)[:, :21]
+    with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, 20, cache)
         forward(model, ids, mask, 20, 21, cache)
-        wrong = mask.clone()
-        if change == "other":
-            wrong[1, :4] = torch.tensor([1, 0, 0, 0])  # row 1 is padded in its first three columns
-        else:
-            wrong[:, :21] = mask.flip(0)[:, :21]
-        with pytest.raises(RuntimeError if new == 1 else kvpolicy.KVPolicyError, match="same earlier tokens"):
+        with refused("same earlier tokens"):
             forward(model, ids, wrong, 21, 21 + new, cache)
+        forward(model, ids, mask, 21, 21 + new, cache)
 
 
 def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
-    from kvpolicy.hf.seen_text import mask_digest
-
+    """Also where a row has no token in a step."""
     model = build("llama")
     ids, mask = make_batch([20, 17], [20, 1, 1, 5])
+    mask[1, 21] = mask[0, 23] = 0
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model)
         for start, stop in ((0, 20), (20, 21), (21, 22)):
             forward(model, ids, mask, start, stop, cache)
-        cache.batch_select_indices(torch.tensor([1, 0, 1]))
-        ids = ids[[1, 0, 1]]
-        mask = mask[[1, 0, 1]]
-        forward(model, ids, mask, 22, 27, cache)
+        rows = torch.tensor([1, 0, 1])
+        cache.batch_select_indices(rows)
+        forward(model, ids[rows], mask[rows], 22, 27, cache)
         assert cache.mask_digest is not None
-        assert torch.equal(cache.mask_digest, mask_digest(mask))
+        assert torch.equal(cache.mask_digest, mask_digest(mask[rows]))
 
 
-@pytest.mark.parametrize("pieces", [[1] * 12, [4, 1, 1, 3, 1, 2], [12], [11, 1]])
-def test_a_digest_is_that_of_all_columns_however_they_come(pieces: list[int]) -> None:
-    """Also of a step in which a row has no token."""
-    from kvpolicy.hf.seen_text import extend_digest, mask_digest
+def logits(model: Any, **given: Any) -> Tensor:
+    ids, _ = make_batch([20], [20])
+    with torch.no_grad():
+        return model(ids, **({"use_cache": True} | given)).logits
 
-    mask = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) < 0.6
-    digest = torch.zeros(5, dtype=torch.int64)
-    start = 0
-    for size in pieces:
-        extend_digest(digest, mask[:, start : start + size], size)
-        start += size
-        assert torch.equal(digest, mask_digest(mask[:, :start]))
+
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [("indices", True), ("indices", False), ("anything", False), ("position_bias", True), ("sinks", True)],
+)
+def test_unknown_tensors_are_refused(name: str, cached: bool) -> None:
+    """Of sparse attention, which chooses tokens, and what stock attention would add: without them it is another one."""
+    model = build("llama")
+    for value in (torch.zeros(1, 4, 20, 20), [torch.zeros(1)], {"a": torch.zeros(1)}):
+        with kvpolicy.attach(model, "full"), refused(f"without '{name}' under a policy"):
+            logits(model, **{"use_cache": cached, name: value})
+
+
+def test_other_arguments_change_nothing() -> None:
+    """Stock attention ignores what it does not know, and so is it where nothing could be meant."""
+    model = build("llama")
+    want = logits(model)
+    with kvpolicy.attach(model, "full"):
+        others: list[dict[str, Any]] = [
+            {"indices": None},
+            {"num_items_in_batch": torch.tensor(3)},
+            {"purpose": "a word", "level": 3},
+        ]
+        for given in others:
+            assert torch.allclose(logits(model, **given), want, atol=1e-5)
+
+
+def test_every_argument_of_transformers_is_known() -> None:
+    assert TransformersKwargs.__annotations__.keys() <= KNOWN
+
+
+def test_attention_to_later_tokens_is_refused_behind_a_cache() -> None:
+    """Without one, the stock function does what it is told."""
+    model = build("llama")
+    want = logits(model, use_cache=False, is_causal=False)
+    assert (want - logits(model, use_cache=False)).abs().max() > 0.1
+    with kvpolicy.attach(model, "full"):
+        with refused("causal where a policy keeps a cache, got is_causal=False"):
+            logits(model, is_causal=False)
+        assert torch.equal(logits(model, use_cache=False, is_causal=False), want)
+        assert torch.allclose(logits(model, is_causal=True), logits(model, use_cache=False), atol=1e-5)
+
+
+def scored(model: Any, mask: Tensor | None, **how: Any) -> Any:
+    ids, _ = make_batch([26, 17], [26])
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, labels=ids, use_cache=False, **how)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
+def test_scoring(family: str) -> None:
+    """With each attention that a family has; a mask of ones, in one family, is as none."""
+    model = own(family)
+    _, padded = make_batch([26, 17], [26])
+    masks = (None, torch.ones_like(padded), padded) if family == "llama" else (None, padded)
+    for attention, mask in itertools.product(("sdpa", "eager"), masks):
+        try:
+            model.set_attn_implementation(attention)
+        except ValueError:
+            continue
+        if attention == "sdpa" and getattr(model.config, "attn_logit_softcapping", None) is not None:
+            continue  # transformers 5.18 takes it and leaves the cap out
+        stock = scored(model, mask)
+        with kvpolicy.attach(model, "h2o@0.5"):
+            ours = scored(model, mask)
+        seen = torch.ones_like(padded).bool() if mask is None else mask.bool()
+        assert torch.allclose(ours.logits[seen], stock.logits[seen], atol=3e-5, rtol=1e-4)
+        assert output_cache(ours) is None
+
+
+def test_attention_matrices() -> None:
+    """Where the stock model gives them, so does an attached one; with a cache they are refused, however asked for."""
+    model = own()
+    ids, padded = make_batch([26, 17], [26])
+    model.set_attn_implementation("eager")
+    stock = scored(model, padded, output_attentions=True).attentions
+    with kvpolicy.attach(model, "h2o@0.5"):
+        ours = scored(model, padded, output_attentions=True).attentions
+        assert len(ours) == len(stock) > 0 and all(map(torch.equal, ours, stock))
+    model.config.output_attentions = True
+    with kvpolicy.attach(model, "h2o@0.5"), refused("output_attentions must be False"):
+        model(ids, attention_mask=padded)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import kvpolicy
@@ -20,33 +19,8 @@ from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import first_not_undone, rope_of, ropes_of
 from tests.conformance.models import FAMILIES, LATENT, SHARED, UNNAMED, VOCABULARY, build
 from tests.conformance.play import make_batch
-from tests.engine.test_refused import one_sentence
-from tests.robust.hostile import refused
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-
-
-def made(name: str, config: str, *without: str, **fields: Any) -> Any:
-    """A sharp random model; vectors such as the weights of norms are random, too."""
-    torch.manual_seed(0)
-    sizes = {key: value for key, value in _SIZES.items() if key not in without}
-    model = getattr(transformers, name)(getattr(transformers, config)(**(sizes | fields))).eval()
-    for weight in model.parameters():
-        nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.3)
-    return model
-
-
-def hunyuan() -> Any:
-    """A model that normalizes keys behind their rotation, with a weight for each channel."""
-    return made("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", head_dim=8, num_key_value_heads=2)
+from tests.engine.test_attach import trace
+from tests.robust.hostile import made, refused
 
 
 def without_rotation(*rotates: int) -> Any:
@@ -84,9 +58,8 @@ def test_added_positions_do_not_move(name: str) -> None:
         caches = [PolicyCache(model), PolicyCache(model)]
         for cache in caches:
             logits(model, ids(), cache)
-        with pytest.raises(KVPolicyError, match=r"rotations of its keys alone .* adds them to hidden states") as error:
+        with refused("rotations of its keys alone .* adds them to hidden states"):
             caches[0].shift(20, -10)
-        one_sentence(error.value)
         assert torch.equal(*(logits(model, ids(1), cache) for cache in caches))
 
 
@@ -120,22 +93,40 @@ def test_distances_alone_count(rotates: tuple[int, ...]) -> None:
     assert (found[1] - found[0]).abs().max() < 1e-4 * found[0].abs().max()
 
 
+def hunyuan() -> Any:
+    """A model that normalizes keys behind their rotation, with a weight for each channel."""
+    return made("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", head_dim=8, num_key_value_heads=2)
+
+
+def find_first(model: Any) -> tuple[nn.Module, Any]:
+    sites = find_sites(model)
+    return sites.decoder, sites.layers[0]
+
+
 @pytest.mark.parametrize("policy", ["expected@0.5", "compactor@0.5"])
 def test_keys_that_change_behind_their_rotation_are_not_unrotated(policy: str) -> None:
     model = hunyuan()
     with pytest.raises(KVPolicyError, match=r"same at every position .* this selector does, got others in layer 0"):
         kvpolicy.attach(model, policy)
-    with pytest.raises(KVPolicyError, match="as this codec does") as error:
+    with refused("as this codec does"):
         rope_of(*find_first(model))
-    one_sentence(error.value)
     with kvpolicy.attach(model, "snapkv@0.5"):
         cache = PolicyCache(model)
         logits(model, ids(), cache)
         with pytest.raises(KVPolicyError, match="HunYuanDenseV1Attention, whose keys depend on them in another way"):
             cache.shift(0, 7)
-    with pytest.raises(KVPolicyError, match="got others of HunYuanDenseV1Attention") as error:
+    with refused("got others of HunYuanDenseV1Attention"):
         skeleton(model.config)
-    one_sentence(error.value)
+
+
+def test_offloaded_weights_are_measured_and_stay_offloaded() -> None:
+    """Without weights, nothing is measured."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(hunyuan(), execution_device=torch.device("cpu"))
+    with pytest.raises(KVPolicyError, match="same at every position"):
+        kvpolicy.attach(model, "expected@0.5")
+    assert all(weight.is_meta for weight in model.parameters())
+    kvpolicy.attach(hunyuan().to("meta"), "expected@0.5").detach()
 
 
 def test_it_is_measured_and_not_known_by_name() -> None:
@@ -148,11 +139,6 @@ def test_it_is_measured_and_not_known_by_name() -> None:
         cache = PolicyCache(model)
         logits(model, ids(), cache)
         assert logits(model, ids(1), cache).isfinite().all()
-
-
-def find_first(model: Any) -> tuple[nn.Module, Any]:
-    sites = find_sites(model)
-    return sites.decoder, sites.layers[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -181,28 +167,14 @@ def test_a_model_is_as_it_was() -> None:
     model.model.layers[0].self_attn.k_proj = nn.Sequential(model.model.layers[0].self_attn.k_proj, nn.Dropout(0.5))
     model.model.layers[1].self_attn.eval()
     modes = [module.training for module in model.modules()]
-    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    before = trace(model)
     drawn = torch.get_rng_state()
-    sites = find_sites(model)
-    rope_of(sites.decoder, sites.layers[0])
-    assert key_probe.adds_positions(model, sites) is False
+    rope_of(*find_first(model))
+    assert key_probe.adds_positions(model, find_sites(model)) is False
     assert [module.training for module in model.modules()] == modes
-    assert [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()] == hooks
+    assert trace(model) == before
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_without_weights_nothing_is_measured() -> None:
-    model = hunyuan().to("meta")
-    kvpolicy.attach(model, "expected@0.5").detach()
-
-
-def test_offloaded_weights_are_measured_and_stay_offloaded() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = accelerate.cpu_offload(hunyuan(), execution_device=torch.device("cpu"))
-    with pytest.raises(KVPolicyError, match="same at every position"):
-        kvpolicy.attach(model, "expected@0.5")
-    assert all(weight.is_meta for weight in model.parameters())
 
 
 def test_the_rotary_embedding_of_another_part_is_not_the_decoders() -> None:

@@ -42,19 +42,17 @@ def whole_and_tiled(model: Any, policy: Policy | str, tile: int, run: Callable[[
     return found
 
 
-def test_generate_with_padding_and_beams() -> None:
+@pytest.mark.parametrize(
+    ("policy", "tile", "how"),
+    [("h2o@0.5", 16, {"num_beams": 2}), ("snapkv:window=4:kernel=3@0.5", 5, {"prefill_chunk_size": 17})],
+    ids=["padding-and-beams", "chunks"],
+)
+def test_generate(policy: str, tile: int, how: dict[str, Any]) -> None:
+    """With padding and beams, and in chunks, each of which is compressed as without tiles."""
     model = build("llama")
-    ids, mask = make_batch([PROMPT, 23], [PROMPT])
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": 2}
-    assert torch.equal(*whole_and_tiled(model, "h2o@0.5", 16, lambda: model.generate(ids, **how)))
-
-
-def test_chunks_of_generate_are_read_in_tiles() -> None:
-    """Each chunk is compressed as without tiles."""
-    model = build("llama")
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 17}
-    policy = "snapkv:window=4:kernel=3@0.5"
-    assert torch.equal(*whole_and_tiled(model, policy, 5, lambda: model.generate(prompt(), **how)))
+    ids, mask = make_batch([PROMPT, PROMPT if "prefill_chunk_size" in how else 23], [PROMPT])
+    how = how | {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(*whole_and_tiled(model, policy, tile, lambda: model.generate(ids, **how)))
 
 
 def test_steps_compile_once_behind_tiles() -> None:
@@ -84,14 +82,6 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
     assert len(states[0]) == len(states[1]) == len(model.model.layers) + 1
     for whole, tiled in zip(*states, strict=True):
         torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_layers_are_measured_over_all_tiles(family: str) -> None:
-    model = build(family)
-    ids, mask = make_batch([PROMPT, 23], [PROMPT])
-    found = whole_and_tiled(model, "squeeze+window@0.5", 13, lambda: model(ids, attention_mask=mask).cache.cosines())
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_masks_of_windows_are_those_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,13 +283,21 @@ def test_an_error_before_the_decoder_leaves_no_masks_for_later() -> None:
             assert torch.equal(model(prompt()).logits, expected)
 
 
-def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
+def test_wrappers_of_a_layer_are_run_and_left() -> None:
+    """One that was there before attaching, and one that was put around the layer since."""
     model = copy.deepcopy(build("llama", layers=2))
     layer: Any = model.get_submodule("model.layers.0")
     inner = layer.forward
     layer.forward = lambda x, *args, **kwargs: inner(x, *args, **kwargs) * 1.5
     found = whole_and_tiled(model, "h2o@0.5", 16, lambda: model(prompt()).logits)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+    calls: list[int] = []
+    with kvpolicy.attach(model, "h2o@0.5", tile=7):
+        attached = layer.forward
+        layer.forward = lambda *args, **kwargs: (calls.append(1), attached(*args, **kwargs))[1]
+    with torch.no_grad():
+        model(prompt())
+    assert calls == [1]
 
 
 def test_a_layer_may_count_positions_from_the_cache() -> None:
@@ -338,27 +336,15 @@ def test_a_layer_may_count_positions_from_the_cache() -> None:
     torch.testing.assert_close(tiled[seen], stock[seen], atol=1e-5, rtol=1e-5)
 
 
-def idefics3() -> Any:
-    """A model whose part that looks at pictures makes a mask of its own."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config: Any = transformers.Idefics3Config(
-        text_config=sizes | {"model_type": "llama", "vocab_size": 48, "num_key_value_heads": 2, "pad_token_id": 0},
-        vision_config=sizes | {"image_size": 28, "patch_size": 14},
-        scale_factor=2,
-        image_token_id=47,
-    )
-    torch.manual_seed(0)
-    return transformers.Idefics3ForConditionalGeneration(config).eval()
-
-
 @pytest.mark.parametrize("policy", ["full", "h2o@0.5"])
 def test_pictures_are_looked_at_in_one_piece(policy: str) -> None:
-    model = idefics3()
+    """The part of the model that looks at them makes a mask of its own."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = sizes | {"model_type": "llama", "vocab_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
+    vision = sizes | {"intermediate_size": 48, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = transformers.Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=47)
+    model: Any = transformers.Idefics3ForConditionalGeneration(config).eval()
     ids = torch.cat([prompt()[:, :3] % 47, torch.tensor([[47]]), prompt() % 47], 1)
     pixels = torch.randn(1, 1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
 
@@ -398,18 +384,6 @@ def test_detaching_leaves_the_hooks_that_accelerate_has_added_since() -> None:
         assert torch.equal(model(prompt()).logits, expected)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     assert all("kvpolicy" not in str(vars(module).get("forward")) for module in model.modules())
-
-
-def test_detaching_leaves_a_wrapper_that_was_put_around_a_layer_since() -> None:
-    model = copy.deepcopy(build("llama", layers=2))
-    layer: Any = model.get_submodule("model.layers.0")
-    calls: list[int] = []
-    with kvpolicy.attach(model, "h2o@0.5", tile=7):
-        inner = layer.forward
-        layer.forward = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
-    with torch.no_grad():
-        model(prompt())
-    assert calls == [1]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "jetmoe", "afmoe"])

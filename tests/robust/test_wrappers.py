@@ -19,18 +19,23 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transform
 GENERATE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
 
 
-def lora() -> Any:
-    """A LoRA adapter whose weights are zero, so that the model's answers are the base model's."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2)
-    return peft.get_peft_model(copy.deepcopy(build("llama")), config).eval()
+def adapted(*names: str, **options: Any) -> Any:
+    """A model with adapters, which change its output projections a lot."""
+    torch.manual_seed(0)
+    options = {"target_modules": ["v_proj", "o_proj"], "lora_alpha": 32, "init_lora_weights": False} | options
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, **options)
+    model = peft.get_peft_model(copy.deepcopy(build("llama")), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    return model.eval()
 
 
 @pytest.mark.parametrize("policy", ["snapkv:decode=grow@0.3", "window@0.5", "snapkv@64KiB"])
 def test_a_peft_model_generates_as_the_model_inside(policy: str) -> None:
-    """Its caches know the prompt and the new tokens, also where a prompt comes in chunks."""
+    """Its caches know the prompt and the new tokens, also where a prompt comes in chunks; new adapters add nothing."""
     ids, mask = make_batch([40, 31], [40])
     found: list[tuple[Any, int, Any]] = []
-    for model in (build("llama"), lora()):
+    for model in (build("llama"), adapted("default", init_lora_weights=True)):
         with kvpolicy.attach(model, policy) as handle:
             for more in ({}, {"prefill_chunk_size": 9}):
                 tokens = model.generate(input_ids=ids, attention_mask=mask, **GENERATE, **more)
@@ -60,39 +65,21 @@ class OwnLora(torch.nn.Linear):
 def test_an_adapter_of_the_output_projection_is_part_of_it(how: str) -> None:
     """Selectors that weigh values behind it keep what they keep with merged weights."""
     ids, mask = make_batch([40, 31], [40])
-    torch.manual_seed(0)
-    model = copy.deepcopy(build("llama"))
     if how == "peft":
-        config = peft.LoraConfig(target_modules=["o_proj"], r=2, lora_alpha=32, init_lora_weights=False)
-        model = peft.get_peft_model(model, config).eval()
+        model = adapted("default", target_modules=["o_proj"])
         merged = copy.deepcopy(model).merge_and_unload()
     else:
+        torch.manual_seed(0)
+        model = copy.deepcopy(build("llama"))
         merged = copy.deepcopy(model)
         for layer, other in zip(model.model.layers, merged.model.layers, strict=True):
             layer.self_attn.o_proj = OwnLora(layer.self_attn.o_proj)
             other.self_attn.o_proj.weight.data += layer.self_attn.o_proj.up @ layer.self_attn.o_proj.down
-    kept: list[Any] = []
-    for one in (model, merged):
-        with torch.no_grad(), kvpolicy.attach(one, "critical/snapkv:window=4@0.4") as handle:
-            one(input_ids=ids, attention_mask=mask)
-        assert handle.cache is not None
-        kept.append([layer.positions.sort(-1).values.tolist() for layer in handle.cache.policy_layers])
-    assert kept[0] == kept[1]
+    found = [kept(one, BEHIND_PROJECTION[0], ids, mask) for one in (model, merged)]
+    assert all(map(torch.equal, *found))
 
 
 BEHIND_PROJECTION = ["critical/snapkv:window=4@0.4", "defensive:window=4@0.4", "kvzip:plus=true@0.4"]
-
-
-def adapted(names: tuple[str, ...] = ("default", "other")) -> Any:
-    """A model with adapters that change its output projections a lot."""
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["v_proj", "o_proj"], r=2, lora_alpha=32, init_lora_weights=False
-    )
-    model = peft.get_peft_model(copy.deepcopy(build("llama")), config, adapter_name=names[0])
-    for name in names[1:]:
-        model.add_adapter(name, config)
-    return model.eval()
 
 
 def kept(model: Any, policy: str, ids: torch.Tensor, mask: torch.Tensor, how: Any = None, **call: Any) -> list[Any]:
@@ -108,7 +95,7 @@ def kept(model: Any, policy: str, ids: torch.Tensor, mask: torch.Tensor, how: An
 def test_rows_with_adapters_of_their_own_keep_what_they_keep_alone(policy: str, how: dict[str, Any]) -> None:
     """A weight that is read by running its module is read for each row's adapter."""
     ids, mask = make_batch([40, 31, 36], [40])
-    model = adapted()
+    model = adapted("default", "other")
     names = ["other", "default", "__base__"]
     together = kept(model, policy, ids, mask, how, adapter_names=names)
     for row, name in enumerate(names):
@@ -122,7 +109,7 @@ def test_rows_with_adapters_of_their_own_keep_what_they_keep_alone(policy: str, 
 def test_an_adapter_that_depends_on_the_tokens_is_refused() -> None:
     """What a call hands to the projection is known, or it is refused; a selector that reads no weight answers."""
     ids, mask = make_batch([40, 31], [40])
-    model = adapted()
+    model = adapted("default", "other")
     call = {"adapter_names": ["other", "default"], "alora_offsets": [3, 4]}
     with pytest.raises(kvpolicy.KVPolicyError, match=r"same for all tokens of a row, .* is given alora_offsets in"):
         kept(model, BEHIND_PROJECTION[0], ids, mask, **call)
@@ -130,7 +117,7 @@ def test_an_adapter_that_depends_on_the_tokens_is_refused() -> None:
 
 
 def test_the_weight_is_read_without_dropout_and_without_hooks_of_others() -> None:
-    model = adapted(("default",))
+    model = adapted("default")
     attention = model.base_model.model.model.layers[0].self_attn
     still = output_projection(attention)
     seen: list[Any] = []

@@ -29,6 +29,7 @@ from kvpolicy import (
     KVzap,
     LagKV,
     QFilters,
+    RandomTokens,
     Scissorhands,
     TriAttention,
 )
@@ -42,53 +43,71 @@ from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import filters, gates, write
 from tests.selectors.walks import scores, walks
 
-FILE = write("triattention") / "centers.safetensors"
+CENTERS = write("triattention") / "centers.safetensors"
+FILTERS = write("qfilters") / "filters.safetensors"
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "a2sf:factor=0.8:recent=4",
-        "a2sf:factor=0.01:recent=1",
-        "caote:every=7/h2o",
-        "caote:fast=true:every=3/snapkv:window=6:kernel=3",
-        "chunk:size=4/snapkv:window=6:kernel=3",
-        "chunk:size=5/keydiff:every=4",
-        "chunk:size=100/h2o",
-        "chunk:size=3/caote/h2o",
-        "critical/h2o:decode=grow",
-        "critical:split=0.3/h2o",
-        "critical:split=0.0:epsilon=0.01/h2o",
-        "critical:split=1.0/probe",
-        "defensive:window=1:mass=0.0:decode=grow",
-        "defensive:window=3:kernel=1:mass=0.5",
-        "dropkv:window=1",
-        "dropkv:window=5:kernel=3",
-        "keyformer:steps=5",
-        "keyformer:recent=0.0:tau_end=8.0:steps=1",
-        "kvcrush/critical/snapkv:window=4:kernel=3",
-        f"triattention:file={FILE}:every=1:of_group=mean",
-        f"triattention:file={FILE}:reach=20:normalize=true",
-    ],
-)
+SHARE = {
+    "a2sf:factor=0.8:recent=4": 0.8,
+    "a2sf:factor=0.01:recent=1": 0.8,
+    "a2sf:factor=1.0": 0.8,
+    "caote:every=7/h2o": 0.8,
+    "caote:fast=true:every=3/snapkv:window=6:kernel=3": 0.8,
+    "chunk:size=4/snapkv:window=6:kernel=3": 0.8,
+    "chunk:size=5/keydiff:every=4": 0.8,
+    "chunk:size=100/h2o": 0.8,
+    "chunk:size=3/caote/h2o": 0.8,
+    "chunk:size=4/random": 1.0,
+    "critical/h2o:decode=grow": 0.8,
+    "critical:split=0.3/h2o": 0.8,
+    "critical:split=0.0:epsilon=0.01/h2o": 0.8,
+    "critical:split=1.0/probe": 0.8,
+    "cur:of=mean:window=3:every=1": 0.95,
+    "cur:sinks=2:window=4:every=5": 0.95,
+    "defensive:window=1:mass=0.0:decode=grow": 0.8,
+    "defensive:window=3:kernel=1:mass=0.5": 0.8,
+    "defensive:window=4:mass=1.0": 0.8,
+    "dropkv:window=1": 0.8,
+    "dropkv:window=5:kernel=3": 0.8,
+    "fair:at=30_90_500/h2o": 0.8,
+    "fair:parts=1/snapkv:window=6": 0.8,
+    "keyformer:steps=5": 0.8,
+    "keyformer:recent=0.0:tau_end=8.0:steps=1": 0.8,
+    "keyformer:tau_init=0.05:steps=9": 0.8,
+    "kvcrush/critical/snapkv:window=4:kernel=3": 0.8,
+    "lagkv:sinks=0:lag=1": 0.95,
+    "lagkv:sinks=0:lag=128": 0.95,
+    "lagkv:sinks=2:lag=4": 0.95,
+    "random": 1.0,
+    "random:decode=grow": 1.0,
+    "random:seed=3": 1.0,
+    "rkv:decode=grow": 0.6,
+    "rkv:mix=0.0:every=1:similar=0.1": 0.6,
+    "rkv:window=3:kernel=3:every=5": 0.6,
+    "scissorhands:window=16:recent=1": 0.8,
+    f"qfilters:file={FILTERS}": 0.8,
+    f"triattention:file={CENTERS}:every=1:of_group=mean": 0.8,
+    f"triattention:file={CENTERS}:reach=20:normalize=true": 0.8,
+    "vase:large=0.25:sinks=0:window=2:kernel=1": 0.8,
+    "vase:large=0.5:sinks=1:window=2": 0.8,
+    "vase:large=1.0": 0.8,
+}
+"""The share of turns that are compared: of sharp queries or similar keys, some choices are within the noise of fp32."""
+
+
+@pytest.mark.parametrize("spec", SHARE)
 def test_as_the_slow_version(spec: str) -> None:
-    """Almost everywhere: with sharp queries, some choices are within the noise of fp32."""
-    assert walks(spec) > 0.8
+    assert walks(spec) >= SHARE[spec]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["lagkv:sinks=2:lag=4", "lagkv:sinks=0:lag=1", "cur:sinks=2:window=4:every=5", "cur:of=mean:window=3:every=1"],
-)
-def test_scores_that_are_given_once_are_those_of_the_slow_version(spec: str) -> None:
-    assert walks(spec) > 0.95
-
-
-@pytest.mark.parametrize(
-    "spec", ["rkv:window=3:kernel=3:every=5", "rkv:mix=0.0:every=1:similar=0.1", "rkv:decode=grow"]
-)
-def test_cosines_are_those_of_the_slow_version(spec: str) -> None:
-    assert walks(spec) > 0.6
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("spec", ["compactor:sinks=2:recent=2:block=8:sketch=4", "expected:sinks=2:every=3"])
+def test_prompts_that_are_hardly_longer_than_the_sinks(spec: str, prompt: int) -> None:
+    bench = Bench(spec, [5, 3])
+    for number, size in enumerate([prompt, *[1] * 6, 1 + prompt, *[1] * 6]):
+        bench.forward(*draw(size, number, batch=2))
+    assert bench.turns[-1].kept[0][0][:2] == [0, 1] and bench.turns[-1].kept[1][0][0] == 0
+    bench.check()
 
 
 def with_file(kind: Any, folder: Path) -> Selector:
@@ -120,6 +139,8 @@ RULED = [
     Keyformer(recent=1.0, tau_end=9.0, steps=1),
     KeyNorm(),
     LagKV(lag=8, sinks=0),
+    RandomTokens(seed=7),
+    RandomTokens(decode="grow"),
     RKV(window=1, kernel=1, every=1, mix=1.0),
     Scissorhands(window=5, recent=2, sinks=3),
     *(KVzap, QFilters, TriAttention),
@@ -145,22 +166,25 @@ KIVI = "+kivi:bits=4:group_size=4:residual_length=4"
 
 
 @pytest.mark.parametrize(
-    ("selector", "heads", "codec"),
+    ("spec", "heads"),
     [
-        ("keydiff", 0, KIVI),
-        ("qfilters", 1, ""),
-        ("qfilters", 2, KIVI),
-        ("kvzap", 1, KIVI),
-        ("kvzap", 2, ""),
+        (f"keydiff:every=5{KIVI}", 0),
+        ("qfilters:file={}", 1),
+        (f"qfilters:file={{}}{KIVI}", 2),
+        (f"kvzap:file={{}}:window=4{KIVI}", 1),
+        ("kvzap:file={}:window=4", 2),
+        ("expected:sinks=2:every=5", 0),
+        (f"expected:sinks=2:every=5{KIVI}", 0),
     ],
 )
-def test_steps_of_some_rows(selector: str, heads: int, codec: str, tmp_path: Path) -> None:
+def test_steps_of_some_rows(spec: str, heads: int, tmp_path: Path) -> None:
     """A row that gets no token in a step is ranked again by its own count of tokens, as alone."""
     path = tmp_path / "file.safetensors"
-    options = {"keydiff": "every=5", "qfilters": f"file={path}", "kvzap": f"file={path}:window=4"}[selector]
-    if heads:
-        FILTER_FILES.save(path, filters(heads)) if selector == "qfilters" else GATE_FILES.save(path, gates(heads))
-    bench = Bench(f"{selector}:{options}{codec}", [12, 10], layer_idx=4)
+    if spec.startswith("qfilters"):
+        FILTER_FILES.save(path, filters(heads))
+    if spec.startswith("kvzap"):
+        GATE_FILES.save(path, gates(heads))
+    bench = Bench(spec.format(path), [12, 10], layer_idx=4)
     bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
     for number in range(24):
         valid = torch.tensor([[True], [number % 3 != 0]])

@@ -53,13 +53,6 @@ def test_the_prompt_stays_in_a_model(base: str) -> None:
             assert len([at for at in head if at >= 25]) < 50
 
 
-def test_without_it_the_prompt_is_evicted() -> None:
-    bench = Bench("h2o:recent=0.9", [32])
-    for number, size in enumerate([18, *[1] * 60]):
-        bench.forward(*draw(size, number, batch=1))
-    assert not set(range(18)) <= set(bench.layer.tensors.positions[0, 0].tolist())
-
-
 def test_a_prompt_that_fills_the_budget_is_refused() -> None:
     model, _ = kvpolicy.tiny()
     message = r"must be more than the tokens of the prompt for h2o:protect=prompt.*, got 50 for 50 tokens; try @100"

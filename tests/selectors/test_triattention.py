@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kvpolicy import KVPolicyError
 from kvpolicy.kernels.rotary import KeyRotation
 from kvpolicy.protocols import View
 from kvpolicy.selectors.center_files import CENTER_FILES, CenterFile, Centers
 from kvpolicy.selectors.triattention import TriAttention
 from kvpolicy.statistics import Candidates, Results, Rotation, Vectors
-from tests.conformance.calibration import write
 from tests.conformance.fakes import Roll
-
-FILE = write("triattention") / "centers.safetensors"
 
 
 def seen_of(keys: torch.Tensor, rotation: KeyRotation) -> Results:
@@ -46,20 +41,3 @@ def test_scores_are_products_at_each_distance(offset: int | None, tmp_path: Path
             assert float(state.score[0, head, token]) == pytest.approx(max(scores), abs=1e-4)
     again = selector.rerank(state, seen_of(keys, KeyRotation(Roll())), view)  # pyright: ignore[reportArgumentType]
     assert torch.equal(again.score, state.score), "the offset of a row is remembered"
-
-
-def test_normalized_scores_have_a_deviation_of_one() -> None:
-    selector = TriAttention(file=str(FILE), normalize=True, of_group="mean")
-    keys = torch.randn(1, 1, 50, 8, generator=torch.Generator().manual_seed(1)) * 9
-    positions = torch.cat([torch.full((10,), -1), torch.arange(40)]).int()[None, None]
-    view = View(positions, torch.tensor([40]), torch.tensor([4]), 0)
-    state: Any = selector.observe(selector.alloc(1, 1, 50, "cpu"), seen_of(keys, KeyRotation(None)), view)
-    own = state.score[0, 0, 10:]
-    assert float(own.mean()) == pytest.approx(0, abs=1e-5) and float(own.std(correction=0)) == pytest.approx(
-        1, abs=1e-5
-    )
-
-
-def test_an_empty_file_name() -> None:
-    with pytest.raises(KVPolicyError, match=r"TriAttention\.file must be a file or 'tiny', got an empty string"):
-        TriAttention(file="")

@@ -56,17 +56,6 @@ def sent(port: int, path: str, **fields: Any) -> Any:
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_model_whose_name_looks_like_a_file_of_the_hub(stream: bool) -> None:
-    """Transformers' handler would cut it at the colon, and refuse the second choice for it."""
-    name = "models/a:b.gguf"
-    with running(kvpolicy.tiny(), name=name) as port, client_of(port) as client:
-        made = complete(client, model=name, n=2, stream=stream)
-        chunks = [*made] if stream else [made]
-        assert {chunk.model for chunk in chunks} == {name}
-        assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
-
-
 def test_fields_that_every_answer_has_are_null_without_a_value(port: int) -> None:
     """As the specification of the OpenAI API requires them."""
     (chat,) = sent(port, "chat/completions", messages=MESSAGES)["choices"]
@@ -103,43 +92,31 @@ def test_every_chunk_of_a_stream_has_its_fields(
     assert all(choice["logprobs"] is None for choice in choices)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_requests_with_the_same_prompt_are_sampled_as_each_of_them_asks(rows: int) -> None:
-    """Also if one waits behind the other, whose prompt is its own."""
-    asked: list[dict[str, Any]] = [{"temperature": 50.0, "seed": seed, "max_tokens": 8} for seed in range(4)]
-    asked[2] |= {"temperature": 1.0, "max_tokens": 3}
-    with (
-        running(kvpolicy.tiny(), capacity=Capacity(rows=rows, length=128)) as port,
-        client_of(port) as client,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        alone = [texts(complete(client, **fields)) for fields in asked]
-        assert list(pool.map(lambda fields: texts(complete(client, **fields)), asked)) == alone
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_the_answers_of_seeds_that_follow_each_other(stream: bool, client: Any) -> None:
+    """For each prompt of a list."""
+    prompts = [PROMPT, PROMPT[11:], PROMPT]
     sampled = {"temperature": 3.0, "max_tokens": 8}
-    alone = [texts(complete(client, seed=seed, **sampled))[0] for seed in (5, 6, 7)]
-    assert len(set(alone)) == 3
-    assert texts(complete(client, n=3, seed=5, stream=stream, **sampled)) == alone
+    alone = [texts(complete(client, prompt=prompt, seed=seed, **sampled)) for prompt in prompts for seed in (5, 6)]
+    assert len({*map(tuple, alone)}) == 4
+    assert [[text] for text in texts(complete(client, prompt=prompts, n=2, seed=5, stream=stream, **sampled))] == alone
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_list_of_prompts_has_a_choice_for_each(stream: bool, client: Any) -> None:
-    prompts = [PROMPT, PROMPT[11:], PROMPT]
-    alone = [texts(complete(client, prompt=prompt))[0] for prompt in prompts]
-    assert texts(complete(client, prompt=prompts, stream=stream)) == alone
+def test_a_model_whose_name_looks_like_a_file_of_the_hub(stream: bool) -> None:
+    """Transformers' handler would cut it at the colon, and refuse the second choice for it."""
+    name = "models/a:b.gguf"
+    with running(kvpolicy.tiny(), name=name) as port, client_of(port) as client:
+        made = complete(client, model=name, n=2, stream=stream)
+        assert {chunk.model for chunk in (made if stream else [made])} == {name}
 
 
 def test_the_usage_of_several_answers(client: Any) -> None:
-    """A prompt with several choices counts once; a stream has one chunk with it."""
+    """A prompt with several choices counts once."""
     one = complete(client).usage
     answer = complete(client, n=2)
-    chunks = list(complete(client, n=2, stream=True, stream_options={"include_usage": True}))
-    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert len({chunk.id for chunk in chunks}) == 1
-    for usage in (answer.usage, chunks[-1].usage):
+    *_, last = complete(client, n=2, stream=True, stream_options={"include_usage": True})
+    for usage in (answer.usage, last.usage):
         assert (usage.prompt_tokens, usage.completion_tokens) == (one.prompt_tokens, 2 * one.completion_tokens)
         assert usage.kvpolicy["cache_nbytes"] == 2 * one.kvpolicy["cache_nbytes"]
         assert usage.kvpolicy["kept_tokens"] == one.kvpolicy["kept_tokens"]
@@ -152,31 +129,26 @@ def test_one_prompt_that_is_refused_refuses_the_request(client: Any, port: int) 
     assert texts(complete(client)) != []
 
 
-def test_log_probabilities_of_completions(client: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(stream: bool, client: Any) -> None:
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad(), kvpolicy.attach(model, POLICY):
         wanted = model(ids).logits[0, -1].log_softmax(-1)
-    found = complete(client, logprobs=3).choices[0]
-    assert "".join(found.logprobs.tokens) == found.text
-    assert found.logprobs.token_logprobs[0] == pytest.approx(float(wanted.max()), abs=1e-4)
-    top = found.logprobs.top_logprobs[0]
-    assert len(top) == 3 and max(top, key=lambda word: top[word]) == found.logprobs.tokens[0]
-    chunks = list(complete(client, logprobs=3, stream=True))
-    streamed = [word for chunk in chunks if chunk.choices[0].logprobs for word in chunk.choices[0].logprobs.tokens]
-    assert streamed == found.logprobs.tokens
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_chats(stream: bool, client: Any) -> None:
-    messages: Any = [{"role": "user", "content": PROMPT}]
-    made = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2, stream=stream
-    )
+    made = complete(client, logprobs=3, stream=stream)
     choices = [chunk.choices[0] for chunk in made] if stream else [made.choices[0]]
-    words = [word for choice in choices if choice.logprobs for word in choice.logprobs.content]
-    assert len(words) == 6
-    for word in words:
+    found = [choice.logprobs for choice in choices if choice.logprobs]
+    words = [word for each in found for word in each.tokens]
+    assert "".join(words) == "".join(choice.text for choice in choices)
+    assert found[0].token_logprobs[0] == pytest.approx(float(wanted.max()), abs=1e-4)
+    top = found[0].top_logprobs[0]
+    assert len(top) == 3 and max(top, key=lambda word: top[word]) == words[0]
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "temperature": 0, "stream": stream}
+    made = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    choices = [chunk.choices[0] for chunk in made] if stream else [made.choices[0]]
+    chat = [word for choice in choices if choice.logprobs for word in choice.logprobs.content]
+    assert [word.token for word in chat] == words
+    for word in chat:
         assert bytes(word.bytes).decode() == word.token and len(word.top_logprobs) == 2
         assert word.logprob == word.top_logprobs[0].logprob
 

@@ -113,12 +113,6 @@ def test_calls_have_the_parameters_of_their_functions(parallel: bool) -> None:
     assert names == set(SCHEMAS) and (most > 1) is parallel
 
 
-def test_the_named_function_is_called() -> None:
-    for seed in range(5):
-        (call,) = json.loads(spoken({"tools": TOOLS, "tool_choice": ONE}, seed)[0])
-        assert call["name"] == "light" and call["arguments"]["on"] in (True, False)
-
-
 @pytest.mark.parametrize(
     ("schema", "message"),
     [

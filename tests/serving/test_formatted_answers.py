@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -86,10 +85,13 @@ def calls_of(answer: Any) -> list[tuple[str, str]]:
 
 
 def test_a_required_call_names_a_function_and_has_its_parameters(port: int) -> None:
-    for seed, fields in enumerate(({"tool_choice": ONE}, {"tool_choice": "required", "parallel_tool_calls": False})):
+    one: Any = {"tool_choice": ONE}
+    any_one: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    for seed, (fields, named) in enumerate(((one, {"light"}), (any_one, {*SCHEMAS}))):
         answer = ask(port, seed, tools=TOOLS, **fields)
         assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
         ((name, arguments),) = calls_of(answer)
+        assert name in named
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
@@ -108,28 +110,3 @@ def test_a_stream_of_calls(port: int) -> None:
     assert calls_of(whole)[0][1].startswith(calls_of(cut)[0][1])
     nothing = ask(port, 3, tools=TOOLS, tool_choice=named, max_tokens=2).choices[0]
     assert (nothing.finish_reason, nothing.message.tool_calls, nothing.message.content) == ("length", None, None)
-
-
-def test_a_row_is_what_it_has_alone() -> None:
-    """Beside rows with other formats, and with none."""
-    asked: list[dict[str, Any]] = [
-        {"response_format": FORMAT},
-        {"tools": TOOLS, "tool_choice": ONE},
-        {"max_tokens": 20},
-        {"response_format": {"type": "json_object"}, "max_tokens": 20},
-        {"response_format": FORMAT, "temperature": 0, "max_tokens": 40},
-        {"response_format": FORMAT, "presence_penalty": 1.0, "extra_body": {"top_k": 3}, "logprobs": True},
-        {"response_format": FORMAT},
-    ]
-
-    def all_of(port: int, threads: int) -> list[Any]:
-        with ThreadPoolExecutor(threads) as pool:
-            made = list(pool.map(lambda number: ask(port, number, **asked[number]), range(len(asked))))
-        return [
-            (one.choices[0].finish_reason, one.choices[0].message.content, one.usage.completion_tokens) for one in made
-        ]
-
-    with running(served(), policy="snapkv@0.5") as port:
-        alone = all_of(port, 1)
-    with running(served(), policy="snapkv@0.5", capacity=Capacity(rows=4, length=512)) as port:
-        assert all_of(port, 6) == alone

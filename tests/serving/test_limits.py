@@ -21,7 +21,7 @@ from kvpolicy.serving.generation import configure, describe, make_jobs
 from kvpolicy.serving.metrics import OUTCOMES
 from kvpolicy.serving.requests import Call, body_limit
 from kvpolicy.serving.server import log_to_terminal
-from tests.serving.servers import POLICY, PROMPT, client_of, get, metric, post, running, wait_for
+from tests.serving.servers import POLICY, PROMPT, ask, client_of, get, metric, post, running, wait_for
 
 LIMIT = body_limit(2048)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -90,12 +90,14 @@ def test_a_body_of_unknown_length_is_read_up_to_the_limit(port: int) -> None:
     assert "bytes for this model, got more; try a shorter prompt." in answer
 
 
-@pytest.mark.parametrize("path", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}]})],
+)
 def test_other_requests_are_answered_while_a_prompt_is_tokenized(
-    path: str, port: int, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    path: str, fields: Any, port: int, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = threading.Event()
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
     kind = type(tiny[1])
     tokenize = kind.__call__
 
@@ -105,21 +107,34 @@ def test_other_requests_are_answered_while_a_prompt_is_tokenized(
         return tokenize(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "__call__", slow)
-    with (
-        client_of(port) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        api: Any = client.completions if path == "completions" else client.chat.completions
-        prompt: dict[str, Any] = (
-            {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
-        )
-        answer = pool.submit(api.create, model="tiny", max_tokens=2, **prompt)
+    with ThreadPoolExecutor(1) as pool:
+        body = json.dumps({"max_tokens": 2, **fields}).encode()
+        answer = pool.submit(ask, port, "POST", f"/v1/{path}", body)
         try:
             assert begun.wait(20)
             assert "ok" in get(port, "/health")
         finally:
             release.set()
-        assert answer.result(20).usage.completion_tokens == 2
+        status, content = answer.result(20)
+        assert status == 200 and content["usage"]["completion_tokens"] == 2
+
+
+def test_only_a_pause_may_suspend_a_coroutine_in_a_thread() -> None:
+    async def paused() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def waits(future: Any) -> None:
+        await future
+
+    async def both() -> int:
+        future = asyncio.get_running_loop().create_future()
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(RuntimeError, match="waits for"):
+                await begin_in_thread(pool, waits(future))
+            return await begin_in_thread(pool, paused())
+
+    assert asyncio.run(both()) == 1
 
 
 def test_prompts_are_tokenized_whole_at_once(port: int, tiny: tuple[Any, Any]) -> None:
@@ -132,30 +147,6 @@ def test_prompts_are_tokenized_whole_at_once(port: int, tiny: tuple[Any, Any]) -
         len(whole(PROMPT[:size]).input_ids) for size in range(20, 36)
     ]
     assert metric(port, "requests_waiting") == 0
-
-
-def test_only_a_pause_may_suspend_a_coroutine_in_a_thread() -> None:
-
-    async def paused() -> int:
-        await asyncio.sleep(0)
-        return 1
-
-    async def waiting() -> None:
-        await asyncio.get_running_loop().create_future()
-
-    async def waits(future: Any) -> None:
-        await future
-
-    async def both() -> int:
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as pool:
-            with pytest.raises(RuntimeError, match="waits for"):
-                await begin_in_thread(pool, waits(loop.create_future()))
-            with pytest.raises(RuntimeError, match="no running event loop"):
-                await begin_in_thread(pool, waiting())
-            return await begin_in_thread(pool, paused())
-
-    assert asyncio.run(both()) == 1
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"temperature": 100}, {"top_p": 1e-320}, {"top_p": 1e-9}])
@@ -254,28 +245,3 @@ def test_the_first_of_several_answers_begins_a_stream(port: int) -> None:
         first = next(iter(stream)).choices[0]
         assert first.index == 0 and metric(port, "requests_waiting") == 1
         stream.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--memory lots", "--memory must be a number of bytes with a unit, got 'lots'; try 4GiB."),
-        ("--memory 0.2", "--memory must be a number of bytes with a unit, got '0.2'; try 4GiB."),
-        ("--prefix-caching 0", "--prefix-caching must be a number of bytes with a unit, got '0'; try 4GiB."),
-        ("--api-key=", "--api-key must not be empty, got ''; try it without"),
-    ],
-)
-def test_options_that_are_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "tiny", POLICY, *options.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("key", ["secret\n", " secret", "two\nlines"])
-def test_a_key_that_no_client_can_send_is_refused(
-    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As from a file that ends with a line break; and it is not shown."""
-    monkeypatch.setenv("KVPOLICY_API_KEY", key)
-    assert main(["serve", "tiny", POLICY, "--port", "0"]) == 2
-    said = capsys.readouterr().err
-    assert "--api-key must be printable characters without spaces around them" in said and "secret" not in said

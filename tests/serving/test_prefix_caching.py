@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,9 @@ import torch
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.cli.app import main
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.serving.capacity import Capacity
-from kvpolicy.serving.forwards import Prompts
 from kvpolicy.serving.interruptible import BrokenOff
-from kvpolicy.serving.metrics import Metrics
-from kvpolicy.serving.prefix import check_together
 from kvpolicy.serving.prefix_caching import LEAST_PREFIX, PrefixCaching
 from kvpolicy.text.common_prefix import common_length
 from tests.sampling import product
@@ -94,24 +89,24 @@ def test_a_prompt_keeps_what_it_keeps_alone(policy: str) -> None:
     assert reads.caching.nbytes > 0
 
 
-def test_a_longer_beginning_is_held_beside_a_shorter_one_it_goes_on_from(reads: Reads) -> None:
-    turn = SYSTEM + "?tiger=1000\n" * 8
-    texts = [SYSTEM + "?lion=", SYSTEM + "?wolf=", turn + "?lion=", turn + "?wolf=", turn + "?otter=", SYSTEM + "?cat="]
-    prompts = [ids_of(text) for text in texts]
-    cached = [reads.read(prompt)[1] for prompt in prompts]
-    first, second = len(ids_of(SYSTEM + "?")), len(ids_of(turn + "?"))
-    assert cached == [0, 0, first, first, second, first]
+LONGER = SYSTEM + "?tiger=1000\n" * 8
+FIRST, SECOND = (len(ids_of(text + "?")) for text in (SYSTEM, LONGER))
+ENDS = [*((SYSTEM, "lion"), (SYSTEM, "wolf"), (LONGER, "lion"), (LONGER, "wolf"), (LONGER, "otter"), (SYSTEM, "cat"))]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cached"),
+    [
+        ([ids_of(f"{text}?{word}=") for text, word in ENDS], [0, 0, FIRST, FIRST, SECOND, FIRST]),
+        ([ids_of(SYSTEM)] * 3, [0, 0, len(ids_of(SYSTEM)) - 1]),
+        ([[5] * (LEAST_PREFIX - 1) + end for end in ([6, 7] * 40, [7, 6] * 40, [8, 9] * 80)], [0, 0, 0]),
+    ],
+    ids=["a longer beginning beside a shorter one", "the same prompt again", "short beginnings"],
+)
+def test_the_longest_beginning_is_used(prompts: list[list[int]], cached: list[int], reads: Reads) -> None:
+    assert [reads.read(prompt)[1] for prompt in prompts] == cached
     assert reads.ran == [len(prompt) - number for prompt, number in zip(prompts, cached, strict=True)]
-
-
-def test_the_same_prompt_again_runs_one_token(reads: Reads) -> None:
-    prompt = ids_of(SYSTEM)
-    assert [reads.read(prompt)[1] for _ in range(3)] == [0, 0, len(prompt) - 1]
-
-
-def test_short_beginnings_and_other_texts_share_nothing(reads: Reads) -> None:
-    prompts = [[5] * (LEAST_PREFIX - 1) + [6, 7] * 40, [5] * (LEAST_PREFIX - 1) + [7, 6] * 40, [8, 9] * 80]
-    assert [reads.read(prompt)[1] for prompt in prompts] == [0, 0, 0] and reads.caching.nbytes == 0
+    assert (reads.caching.nbytes > 0) is any(cached)
 
 
 def test_beginnings_fit_into_the_memory_and_the_one_used_last_stays() -> None:
@@ -213,44 +208,7 @@ def test_a_server_says_how_many_tokens_it_did_not_compute(rows: int) -> None:
     assert cached[:2] == [0, 0] and all(number >= len(ids_of(SYSTEM)) for number in cached[2:])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prefix", "{file}", "--prefix-caching", "1MiB"], "--prefix-caching must be without --prefix"),
-        (["--prefix", "{file}", "--share-prefix", "--rows", "3"], "--share-prefix must be without --rows, got 3 rows"),
-        (["--prefix-caching", "1MiB", "--hold-codes"], "--prefix-caching must be without --hold-codes"),
-        (["--share-prefix"], "--share-prefix must be given with --prefix"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused_before_a_model_is_loaded(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(*_: Any) -> Any:
-        raise AssertionError("it is refused first")
-
-    monkeypatch.setattr("kvpolicy.cli.model_loading.load", load)
-    given = [option.format(file=tmp_path / "absent.safetensors") for option in options]
-    assert main(["serve", "tiny", "snapkv@0.4", *given]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_rows_that_follow_from_a_memory_exclude_a_shared_prefix() -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match="got 3 rows, of which each has a copy of the prefix"):
-        check_together(prefix=True, shared=True, caching=False, rows=3)
-    check_together(prefix=True, shared=True, caching=False, rows=1)
-
-
 def test_a_model_that_does_not_go_on_is_refused() -> None:
     model = type("JambaForCausalLM", (), {"config": JambaConfig(num_hidden_layers=2)})()
     with pytest.raises(kvpolicy.KVPolicyError, match="whose states transformers does not continue"):
         PrefixCaching(model, 1 << 20, lambda cache, ids: None)
-
-
-def test_prompts_alone_hold_no_beginning() -> None:
-    model, _ = kvpolicy.tiny()
-    with kvpolicy.attach(model, "snapkv@0.4") as handle:
-        assert Prompts(model, handle, Metrics())._start([5] * 200) == (None, 0)

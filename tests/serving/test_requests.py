@@ -61,6 +61,9 @@ def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
             parse({**body, **fields}, "tiny")
 
 
+NO_TOOLS = "tools must be a list of objects with a named function each"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -68,20 +71,51 @@ def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": ["?"]}, "A message must be an object with a role"),
         ({"messages": [{"content": "?"}]}, "A message must be an object with a role"),
+        (
+            {"messages": [{"role": f"role {number}", "content": "?"} for number in range(17)]},
+            "messages must have at most 16 different roles, got 17; try user",  # each costs a look at the template
+        ),
         ({"tools": {}, "prompt": "?"}, "got prompt="),
         ({"tools": [1]}, "tools must be a list of objects"),
         ({"tools": "f"}, "tools must be a list, got a string"),
+        ({"tools": [{"function": {}}]}, NO_TOOLS),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, NO_TOOLS),
+        ({"tools": [{"function": 1}]}, NO_TOOLS),
         ({"chat_template_kwargs": {"tokenize": False, "a": 1}}, "got tokenize; try"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "must be equal, got 4 and 5; try one of them"),
+        ({"stream_options": {"include_usage": 1}}, "include_usage of stream_options must be true or false, got 1"),
+        ({"stream_options": {"include_obfuscation": True}}, "only include_usage, got include_obfuscation=true; try"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "only include_usage, got continuous_usage_stats=true"),
+        ({"parallel_tool_calls": False}, "got false; try it without parallel_tool_calls"),
+        ({"top_logprobs": 2}, "logprobs must be true with top_logprobs, got top_logprobs=2 alone"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21; try 5"),
+        ({"logprobs": 2}, "logprobs must be true or false, got 2"),
     ],
 )
 def test_wrong_fields_of_a_chat(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
         parse_chat({**CHAT, **fields}, "tiny")
 
 
-@pytest.mark.parametrize("body", [[], "text", None, 3])
-def test_a_body_that_is_no_object(body: Any) -> None:
-    with pytest.raises(KVPolicyError, match="must be a JSON object"):
+def test_unusual_fields_of_a_chat() -> None:
+    usual = {"max_tokens": 4, "max_completion_tokens": 4, "stream_options": {"include_obfuscation": False}}
+    assert parse_chat({**CHAT, **usual}, "tiny").max_tokens == 4
+    messages = [{"role": f"role {number}", "content": "?"} for number in range(16)]
+    assert len(parse_chat({"messages": messages * 2}, "tiny").body["messages"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        *((body, "must be a JSON object") for body in ([], "text", None, 3)),
+        ({"prompt": []}, "must have at least one token"),
+        ({"prompt": ["a", ""]}, "must have at least one token"),
+        ({"prompt": [1, 2]}, "must be a string or a list of strings, got"),
+        ({"prompt": ["a"] * 257}, "must be at most 256 prompts, got 257"),
+    ],
+)
+def test_wrong_bodies_and_prompts(body: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
         parse_completion(body, "tiny")
 
 
@@ -202,57 +236,9 @@ def test_every_answer_has_a_request_of_its_own() -> None:
     assert [one.body for one in chat_call.each()] == [chat_call.body] * 3
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "must have at least one token"),
-        (["a", ""], "must have at least one token"),
-        ([1, 2], "must be a string or a list of strings, got"),
-        (["a"] * 257, "must be at most 256 prompts, got 257"),
-    ],
-)
-def test_lists_that_are_no_prompts(prompt: Any, message: str) -> None:
-    with pytest.raises(KVPolicyError, match=message):
-        parse_completion({"prompt": prompt}, "tiny")
-
-
 def test_ignored_fields_are_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "guide" / "serving.md"
     if not page.exists():
         pytest.skip("the tests stand alone, without the documentation")
     listed = page.read_text(encoding="utf-8")
     assert not [name for name in IGNORED | IGNORED_IN_PARTS if f"`{name}`" not in listed]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": 4, "max_completion_tokens": 5}, "must be equal, got 4 and 5; try one of them"),
-        ({"stream_options": {"include_usage": 1}}, "include_usage of stream_options must be true or false, got 1"),
-        ({"stream_options": {"include_obfuscation": True}}, "only include_usage, got include_obfuscation=true; try"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "only include_usage, got continuous_usage_stats=true"),
-        ({"parallel_tool_calls": False}, "got false; try it without parallel_tool_calls"),
-        ({"top_logprobs": 2}, "logprobs must be true with top_logprobs, got top_logprobs=2 alone"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21; try 5"),
-        ({"logprobs": 2}, "logprobs must be true or false, got 2"),
-    ],
-)
-def test_parts_of_fields_are_not_left_out(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(KVPolicyError, match=re.escape(message)):
-        parse_chat({**CHAT, **fields}, "tiny")
-    usual = {"max_tokens": 4, "max_completion_tokens": 4, "stream_options": {"include_obfuscation": False}}
-    assert parse_chat({**CHAT, **usual}, "tiny").max_tokens == 4
-
-
-def test_roles_are_few() -> None:
-    """Since the first message of each role costs a look at the chat template."""
-    messages = [{"role": f"role {number}", "content": "?"} for number in range(17)]
-    assert len(parse_chat({"messages": messages[:16] * 2}, "tiny").body["messages"]) == 32
-    with pytest.raises(KVPolicyError, match="messages must have at most 16 different roles, got 17; try user"):
-        parse_chat({"messages": messages}, "tiny")
-
-
-@pytest.mark.parametrize("tool", [{"function": {}}, {"type": "custom", "custom": {"name": "f"}}, {"function": 1}])
-def test_tools_are_named_functions(tool: Any) -> None:
-    with pytest.raises(KVPolicyError, match="tools must be a list of objects with a named function each"):
-        parse_chat({**CHAT, "tools": [tool]}, "tiny")

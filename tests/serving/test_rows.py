@@ -19,7 +19,8 @@ from kvpolicy.serving.forwards import ManyRows
 from kvpolicy.serving.prefix import PrefixFile
 from tests.sampling import product
 from tests.serving.servers import client_of, metric, running, wait_for
-from tests.vllm.documents import save
+from tests.serving.test_formats import FORMAT
+from tests.vllm.models import save_text
 
 PAIRS = [("tiger", 4821), ("lion", 1234), ("wolf", 9310), ("sheep", 7764), ("falcon", 1937), ("otter", 5523)]
 
@@ -34,7 +35,12 @@ def prompt_of(number: int) -> str:
 def request_of(number: int) -> dict[str, Any]:
     draw = random.Random(-number)
     sampled = {"temperature": 2.0, "seed": number} if number % 3 == 0 else {"temperature": 0}
-    return {"model": "tiny", "prompt": prompt_of(number), "max_tokens": draw.randrange(1, 24), **sampled}
+    fields = {"model": "tiny", "prompt": prompt_of(number % 8), "max_tokens": draw.randrange(1, 24), **sampled}
+    if number % 5 == 1:
+        return {**fields, "extra_body": {"response_format": FORMAT}}
+    if number % 4 == 3:
+        return {**fields, "logprobs": 2, "presence_penalty": 1.0, "extra_body": {"top_k": 3}}
+    return fields
 
 
 def answers(port: int, numbers: range, threads: int) -> list[tuple[str, Any]]:
@@ -54,7 +60,10 @@ def caches() -> int:
 
 @product("policy", ["snapkv@0.5", "h2o@24", "full", "snapkv+tokenwise:bits=4@0.5", "window@32"])
 def test_answers_are_those_that_requests_have_alone(policy: str) -> None:
-    """Greedy ones and sampled ones, with prompts and answers of many lengths."""
+    """Greedy ones and sampled ones, some with a format, with prompts and answers of many lengths.
+
+    Some have the same prompt, which is sampled as each of them asks.
+    """
     numbers = range(1, 13)
     before = caches()
     with running(kvpolicy.tiny(), policy=policy) as port:
@@ -109,7 +118,7 @@ def test_rows_start_from_a_saved_cache(tmp_path: Path) -> None:
     model, tokenizer = kvpolicy.tiny()
     text = "".join(f"{word}={value}\n" for word, value in PAIRS)
     policy = "kvzip@0.5"
-    save((model, tokenizer), text, policy, tmp_path / "text.safetensors")
+    save_text((model, tokenizer), text, policy, tmp_path / "text.safetensors")
     file = PrefixFile(tmp_path / "text.safetensors", kvpolicy.Policy.parse(policy))
 
     def ask(number: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.serving.interruptible import BrokenOff, Interruptible
+from kvpolicy.serving.interruptible import Interruptible
 from kvpolicy.serving.scheduler import Scheduler
+from tests.serving.servers import wait_for
 
 VOCABULARY = 50
 
@@ -212,24 +212,15 @@ def test_requests_take_turns() -> None:
 
 
 def test_choices_of_a_prompt_share_its_reading() -> None:
+    """But not requests with the same prompt: their sampling and their length, for which it prepares, may differ."""
     model = Counting(2)
     scheduler = Scheduler(model)
-    choices = [Asked([20, 21], new, "n") for new in (3, 4, 5)]
-    scheduler.submit(choices)
-    scheduler.submit([Asked([30], 1)])
+    asked = [Asked([20, 21], new, client) for new, client in ((3, "n"), (4, "n"), (5, "n"), (3, "other"))]
+    scheduler.submit(asked[:3])
+    scheduler.submit(asked[3:])
     run(scheduler)
-    assert model.reads == [[20, 21], [30]]
-    assert [choice.text for choice in choices] == [counted([20, 21], new) for new in (3, 4, 5)]
-
-
-def test_requests_with_the_same_prompt_read_it_each() -> None:
-    """Their sampling and their length may differ, for which reading a prompt prepares."""
-    model = Counting(2)
-    asked = [Asked([20], 3, client) for client in ("first", "first", "second")]
-    scheduler = submitted(Scheduler(model), asked)
-    run(scheduler)
-    assert model.reads == [[20], [20]]
-    assert all(answer.text == counted([20], 3) for answer in asked)
+    assert model.reads == [[20, 21], [20, 21]]
+    assert [each.text for each in asked] == [counted([20, 21], new) for new in (3, 4, 5, 3)]
 
 
 def test_a_prompt_that_was_read_for_cancelled_choices_is_forgotten() -> None:
@@ -263,21 +254,13 @@ def test_cancelled_answers_leave() -> None:
 @pytest.mark.parametrize("where", ["prompt", "row", "logits"])
 def test_an_error_in_one_row_ends_that_row_alone(where: str) -> None:
     model = Counting(3)
-    scheduler = Scheduler(model)
     asked = [Asked([30], 8), Asked([13 if where == "prompt" else 20], 8), Asked([40], 8)]
-    if where == "row":
-        asked[1].breaks_after = 24
-    if where == "logits":
-        model.nan_after = 24
-    for answer in asked:
-        scheduler.submit([answer])
-    run(scheduler)
-    assert [type(answer.error) for answer in asked] == [
-        type(None),
-        ArithmeticError if where == "logits" else ValueError,
-        type(None),
-    ]
-    assert asked[0].text == counted([30], 8) and asked[2].text == counted([40], 8)
+    asked[1].breaks_after = 24 if where == "row" else -1
+    model.nan_after = 24 if where == "logits" else -1
+    run(submitted(Scheduler(model), asked))
+    assert type(asked[1].error) is (ArithmeticError if where == "logits" else ValueError)
+    for answer in (asked[0], asked[2]):
+        assert answer.error is None and answer.text == counted([answer.text[0]], 8)
     assert model.caches == [None] * 3
 
 
@@ -323,18 +306,19 @@ def test_the_end_of_the_server() -> None:
 
 
 def test_a_thread_answers_what_is_submitted() -> None:
+    """What comes after its end, as a prompt that was prepared so late, ends at once."""
     scheduler = Scheduler(Counting(2))
     scheduler.start()
     asked = [Asked([20 + i], 5) for i in range(9)]
-    for answer in asked:
-        scheduler.submit([answer])
-    deadline = time.monotonic() + 20
-    while not all(answer.ended for answer in asked):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    scheduler.stop(RuntimeError("over"))
+    submitted(scheduler, asked)
+    wait_for(lambda: all(answer.ended for answer in asked))
+    reason = RuntimeError("over")
+    scheduler.stop(reason)
     scheduler.join()
     assert [answer.text for answer in asked] == [counted([20 + i], 5) for i in range(9)]
+    late = Asked([20], 3)
+    scheduler.submit([late])
+    assert (late.ended, late.error, scheduler.waiting) == (1, reason, 0)
 
 
 def test_a_prompt_pauses_for_steps() -> None:
@@ -358,59 +342,16 @@ def test_a_prompt_pauses_for_steps() -> None:
 
 def test_a_prompt_of_a_client_that_left_is_broken_off() -> None:
     reading = Interruptible()
-    model = Counting(2, reading.pause)
-    scheduler = Scheduler(model, reading, 1e-9)
+    scheduler = Scheduler(Counting(2, reading.pause), reading, 1e-9)
     asked = [Asked([20], 9), Asked([30], 2)]
-    scheduler.submit(asked[:1])
-    scheduler.turn()
-    scheduler.submit(asked[1:])
-    scheduler.turn()
+    for answer in asked:
+        scheduler.submit([answer])
+        scheduler.turn()
     asked[1].is_cancelled = True
     run(scheduler)
     assert asked[1].text == [30] and asked[1].ended == 1 and asked[1].error is None
     assert asked[0].text == counted([20], 9)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpolicy-prompt"]
-
-
-def test_a_function_in_parts() -> None:
-    reading = Interruptible()
-    seen: list[int] = []
-
-    def function() -> str:
-        for number in range(3):
-            seen.append(number)
-            reading.pause()
-        return "done"
-
-    reading.pause()  # not in the function: nothing happens
-    reading.start(function)
-    assert not seen
-    assert not reading.resume(0.0) and seen == [0]
-    assert reading.resume() and seen == [0, 1, 2]
-    assert reading.result() == "done" and reading.result() is None
-    over = False
-    reading.start(function, lambda: over)
-    assert not reading.resume(0.0)
-    over = True
-    assert reading.resume(0.0)
-    with pytest.raises(BrokenOff):
-        reading.result()
-    reading.start(lambda: 1 // 0)
-    assert reading.resume(0.0)
-    with pytest.raises(ZeroDivisionError):
-        reading.result()
-
-
-def test_what_is_submitted_after_the_end_ends_at_once() -> None:
-    """A prompt may be prepared so late."""
-    scheduler = Scheduler(Counting(2))
-    scheduler.start()
-    reason = RuntimeError("the end")
-    scheduler.stop(reason)
-    scheduler.join()
-    late = Asked([20], 3)
-    scheduler.submit([late])
-    assert (late.ended, late.error, scheduler.waiting) == (1, reason, 0)
 
 
 def test_rows_that_cannot_begin_again_end_everything() -> None:

@@ -23,7 +23,6 @@ import torch
 import transformers
 
 import kvpolicy
-from kvpolicy.cli.app import main
 from kvpolicy.cli.model_loading import load
 from kvpolicy.serving import several_ranks
 from kvpolicy.serving.capacity import Capacity
@@ -33,7 +32,7 @@ from kvpolicy.serving.several_ranks import Channel, Leading, follow
 from tests.parallel.launchers import LIMIT, free_port, words
 from tests.parallel.ranks import RankError, run_ranks
 from tests.serving.servers import client_of, is_healthy, metric, running
-from tests.vllm.documents import save
+from tests.vllm import models
 
 POLICIES = ("snapkv@0.5", "squeeze+kvcrush/h2o+tokenwise@0.5", "uniform/adakv+snapkv@0.5")
 RECORDS = {"tiger": 4821, "lion": 7193, "wolf": 2650, "otter": 9384, "sheep": 7764, "falcon": 1937, "crane": 6042}
@@ -86,36 +85,10 @@ def _serve(rank: int, world: int, folder: str, policy: str, rows: int, file: Pre
 
 def save_text(folder: str, policy: str, path: Path) -> None:
     """Save the cache of `TEXT`, on the ranks that share a model or on one."""
-    save(load(folder, tp=int(os.environ.get("WORLD_SIZE", 1))), TEXT, policy, path)
+    models.save_text(load(folder, tp=int(os.environ.get("WORLD_SIZE", 1))), TEXT, policy, path)
 
 
 TEXT_POLICIES = ("kvzip+tokenwise:bits=8@0.5", "uniform/adakv+kvzip@0.5")
-
-
-@pytest.mark.parametrize(
-    ("policy", "rows", "shared"),
-    [(TEXT_POLICIES[0], 3, False), (TEXT_POLICIES[1], 1, False), (TEXT_POLICIES[0], 1, True)],
-)
-def test_two_ranks_divide_a_saved_cache(policy: str, rows: int, shared: bool, folder: str, tmp_path: Path) -> None:
-    """Of one process: each rank starts from its heads of the file."""
-    path = tmp_path / "text.safetensors"
-    save_text(folder, policy, path)
-    parsed = kvpolicy.Policy.parse(policy)
-    with running(
-        load(folder),
-        PrefixFile(path, parsed, shared).load,
-        policy=policy,
-        capacity=Capacity(rows=rows, length=256),
-        compile=False,
-    ) as port:
-        alone = answers(port)
-        nbytes = metric(port, "prefix_nbytes")
-    file = PrefixFile(path, parsed, shared, 2)
-    (found, _, cached, own, _, again), _ = run_ranks(_serve, 2, folder, policy, rows, file)
-    assert [texts for texts, _ in found] == [texts for texts, _ in alone]
-    if not policy.startswith("uniform/"):
-        assert found == alone
-    assert again and cached == len(kvpolicy.tiny()[1](TEXT).input_ids) and nbytes * 0.4 < own < nbytes * 0.7
 
 
 def _save_and_serve(rank: int, world: int, folder: str, policy: str, path: str) -> Any:
@@ -148,18 +121,33 @@ def _status(call: Callable[[], Any]) -> int:
     return 200
 
 
-@pytest.mark.parametrize(("policy", "rows"), [(POLICIES[0], 1), (POLICIES[0], 3), (POLICIES[1], 3), (POLICIES[2], 1)])
-def test_two_ranks_answer_as_one(policy: str, rows: int, folder: str) -> None:
-    capacity = Capacity(rows=rows, length=256)
-    with running(kvpolicy.tiny(), policy=policy, capacity=capacity, compile=False) as port:
+@pytest.mark.parametrize(
+    ("policy", "rows", "start"),
+    [
+        *((POLICIES[0], 1, ""), (POLICIES[0], 3, ""), (POLICIES[1], 3, ""), (POLICIES[2], 1, "")),
+        *((TEXT_POLICIES[0], 3, "copies"), (TEXT_POLICIES[1], 1, "copies"), (TEXT_POLICIES[0], 1, "shared")),
+    ],
+)
+def test_two_ranks_answer_as_one(policy: str, rows: int, start: str, folder: str, tmp_path: Path) -> None:
+    """Also from a saved cache of one process, of which each rank starts from its heads."""
+    path = tmp_path / "text.safetensors"
+    save_text(folder, policy, path)
+    parsed = kvpolicy.Policy.parse(policy)
+    one, two = (PrefixFile(path, parsed, start == "shared", ranks) if start else None for ranks in (1, 2))
+    how: dict[str, Any] = {"policy": policy, "capacity": Capacity(rows=rows, length=256), "compile": False}
+    with running(load(folder), one.load if one else None, **how) as port:
         alone = answers(port)
         nbytes = ask(port, 0).usage.kvpolicy["cache_nbytes"]
-    (found, own, _, _, refused, again), other = run_ranks(_serve, 2, folder, policy, rows)
+        saved_nbytes = metric(port, "prefix_nbytes")
+    (found, own, cached, own_saved, refused, again), other = run_ranks(_serve, 2, folder, policy, rows, two)
     assert [texts for texts, _ in found] == [texts for texts, _ in alone]
     if not policy.startswith("uniform/"):  # whose heads keep different numbers, of which a rank knows its own
         assert found == alone
     assert again and refused == 400 and other is None
-    assert nbytes / 2 <= own < nbytes * 0.6  # scores and positions of tokens that all heads have in common are whole
+    if start:
+        assert cached == len(kvpolicy.tiny()[1](TEXT).input_ids) and saved_nbytes * 0.4 < own_saved < saved_nbytes * 0.7
+    else:  # scores and positions of tokens that all heads have in common are whole
+        assert nbytes / 2 <= own < nbytes * 0.6
 
 
 def test_the_command(folder: str, tmp_path: Path) -> None:
@@ -267,16 +255,17 @@ def answer(text: list[int], new: int = 0) -> Any:
 BROKEN = [8, 8]
 
 
-@pytest.mark.parametrize(("where", "goes_on"), [("both", True), ("first", True), ("other", False)])
+@pytest.mark.parametrize(("where", "goes_on"), [("both", True), ("first", True), ("other", False), ("silent", False)])
 def test_ranks_that_fail_alike_go_on(where: str, goes_on: bool) -> None:
-    """One that fails alone ends, since the others wait for it; one that was ready waits for no cache."""
+    """One that fails alone ends, though the first one says nothing; one that was ready waits for no cache."""
     first, other, messages = Recorder(), Recorder(), Messages()
-    first.breaks_at = BROKEN if where != "other" else []
+    first.breaks_at = BROKEN if where in ("both", "first") else []
     other.breaks_at = BROKEN if where != "first" else []
     leading = Leading(first, messages)  # pyright: ignore[reportArgumentType]
     with suppress(ValueError):
         leading.read(answer(BROKEN))
-        leading.put(0, leading.copy(leading.read(answer([6]))[0]))
+        if where != "silent":
+            leading.put(0, leading.copy(leading.read(answer([6]))[0]))
     if goes_on:
         leading.read(answer([7]))
         leading.close()
@@ -285,14 +274,6 @@ def test_ranks_that_fail_alike_go_on(where: str, goes_on: bool) -> None:
     else:
         with pytest.raises(ValueError, match="a defect of the model"):
             follow(other, messages)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_rank_that_fails_where_the_first_one_waits_ends() -> None:
-    first, other, messages = Recorder(), Recorder(), Messages()
-    other.breaks_at = BROKEN
-    Leading(first, messages).read(answer(BROKEN))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="a defect of the model"):
-        follow(other, messages)  # pyright: ignore[reportArgumentType]
 
 
 def _fail(rank: int, world: int, folder: str, ranks: list[int]) -> Any:
@@ -318,11 +299,9 @@ def _break(module: Any, args: Any) -> None:
         raise ValueError("a defect of the model")
 
 
-def test_a_prompt_at_which_all_ranks_fail(folder: str) -> None:
+def test_a_prompt_at_which_ranks_fail(folder: str) -> None:
+    """Where all of them do, they go on."""
     assert run_ranks(_fail, 2, folder, [0, 1])[0] == [500, 200]
-
-
-def test_a_prompt_at_which_one_rank_fails_ends_it(folder: str) -> None:
     with pytest.raises(RankError, match="ValueError: a defect of the model"):
         run_ranks(_fail, 2, folder, [1], limit=60)
 
@@ -356,26 +335,3 @@ def test_the_others_run_what_the_first_runs_and_free_what_it_frees() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert other.calls == first.calls and len(first.calls) == 10
     assert held == [0, 1, 2, 2, 2, 2, 2, 0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tp", "2"], "--tp must be the number of processes that a launcher started, got 2 and 1; try torchrun"),
-        (["--tp", "2", "--compile"], "--compile must be without --tp, got it with 2 ranks"),
-        (["--tp", "2", "--prefix-caching", "1MiB"], "--prefix-caching must be without --tp"),
-        (["--tp", "2", "--prefix", "none.safetensors"], "A cache file must exist, got 'none-00001-of-00002"),
-        (["--tp", "2", "--device", "cpu"], "--device must be without --tp"),
-    ],
-)
-def test_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main(["serve", "tiny", "snapkv@0.4", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_embedded_model_is_on_one_rank() -> None:
-    with pytest.raises(kvpolicy.KVPolicyError, match="--tp must be 1 for the embedded model, got 2"):
-        load("tiny", tp=2)

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import signal
 import socket
 import struct
 import threading
@@ -30,8 +29,7 @@ from kvpolicy.serving.capacity import Capacity
 from kvpolicy.serving.forwards import ManyRows
 from kvpolicy.serving.generation import Job
 from kvpolicy.serving.metrics import OUTCOMES
-from kvpolicy.serving.server import bind, run, serving
-from tests.serving.servers import client_of, metric, post, wait_for
+from tests.serving.servers import client_of, metric, post, running, wait_for
 from tests.serving.test_rows import PAIRS, prompt_of
 
 REQUESTS = 1000
@@ -99,8 +97,6 @@ class Clients:
         with self._lock:
             self.expected.update(outcomes)
 
-    # requests that are answered
-
     def create(self, number: int, **more: Any) -> Any:
         path, fields = fields_of(number)
         api: Any = self.api.chat.completions if path == "chat" else self.api.completions
@@ -129,8 +125,6 @@ class Clients:
             return
         if found != self.known[number]:
             self.wrong.append(f"{number}: {found} instead of {self.known[number]}")
-
-    # clients that leave
 
     def single(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
         """A request for one answer, which is counted once however early its client leaves."""
@@ -169,8 +163,6 @@ class Clients:
             connection.sendall(head.encode() + body[:sent])
             if draw.random() < 0.5:
                 time.sleep(0.1)
-
-    # requests that are refused
 
     def refused(self, draw: random.Random) -> None:
         status, body, kind = draw.choice(
@@ -257,7 +249,7 @@ def idle(port: int) -> bool:
 
 
 def checked(port: int, requests: int, ruined: list[int], others: int) -> None:
-    """Everything that clients do until the server is to end; `others` are caches that were alive before."""
+    """Everything that clients do; `others` are caches that were alive before."""
     lines = Lines()
     log = logging.getLogger("kvpolicy.serving")
     level = log.level
@@ -316,35 +308,9 @@ def lines_lack(lines: Lines, port: int) -> bool:
     return lines.outcomes["answered"] < metric(port, 'requests_total{outcome="answered"}')
 
 
-def end(port: int) -> None:
-    """SIGTERM while answers run and others wait: those are finished, and these are refused."""
-    api = client_of(port, timeout=120)
-
-    def ask(number: int) -> str:
-        try:
-            made = api.completions.create(model="tiny", prompt=prompt_of(number), max_tokens=60, temperature=0)
-        except openai.APIStatusError as error:
-            return str(error.status_code)
-        return made.choices[0].text
-
-    with api, ThreadPoolExecutor(2 * ROWS) as pool:
-        known = [ask(number) for number in range(ROWS)]
-        running = [pool.submit(ask, number) for number in range(ROWS)]
-        wait_for(lambda: metric(port, "requests_running") == ROWS)
-        waiting = [pool.submit(ask, number) for number in range(ROWS)]
-        wait_for(lambda: metric(port, "requests_waiting") == ROWS)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert [each.result(60) for each in waiting] == ["503"] * ROWS
-        assert [each.result(60) for each in running] == known
-    with pytest.raises(ConnectionError):
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-
-
 @pytest.mark.slow
 def test_a_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two minutes on one core."""
-    assert threading.current_thread() is threading.main_thread()  # which gets the signal
-    monkeypatch.setitem(run.__globals__, "GRACE", 30.0)  # of the module of `run`, whoever imported it again
     model, tokenizer = kvpolicy.tiny()
     unlucky = tokenizer(UNLUCKY).input_ids
     draw = random.Random(0)
@@ -370,23 +336,6 @@ def test_a_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ManyRows, "step", ruin)
     hook = model.get_input_embeddings().register_forward_pre_hook(fail)
-    capacity = Capacity(rows=ROWS, length=LENGTH)
-    with (
-        bind("127.0.0.1", 0) as listener,
-        serving(model, tokenizer, "tiny", "snapkv@0.5", listener, capacity=capacity) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        port = listener.getsockname()[1]
-
-        def play() -> None:
-            try:
-                wait_for(lambda: server.started)
-                checked(port, REQUESTS, ruined, others)
-                end(port)
-            finally:
-                server.should_exit = True
-
-        played = pool.submit(play)
-        run(server, listener)
-        played.result(60)
+    with running((model, tokenizer), policy="snapkv@0.5", capacity=Capacity(rows=ROWS, length=LENGTH)) as port:
+        checked(port, REQUESTS, ruined, others)
     hook.remove()

@@ -1,16 +1,18 @@
-"""What a chat template leaves out of a request is refused, not dropped."""
+"""Each field of a message reaches the chat template, or is refused; so is what a template leaves out."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
+from openai.types import chat
 
 import kvpolicy
 from kvpolicy.serving.templates import MOST_REMEMBERED, TemplateUse, adapt_tokenizer, parse_message
 from kvpolicy.text.errors import KVPolicyError
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 USER = {"role": "user", "content": "Weather?"}
 ASSISTANT = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
@@ -108,8 +110,115 @@ def test_a_template_is_looked_at_once_for_each_part() -> None:
     assert len(use._used) == MOST_REMEMBERED
 
 
-def test_a_template_that_python_cannot_compute_is_the_fault_of_the_request() -> None:
-    template = "{{ 'Today: ' + today }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    assert prompt(template, USER, today="Monday").startswith("Today: Monday")
-    with pytest.raises(kvpolicy.KVPolicyError, match="must fit the model's chat template, got an error: can only conc"):
-        prompt(template, USER, today=20261130)
+def test_an_error_of_a_template_is_the_fault_of_the_request() -> None:
+    template = (
+        "{% if messages[1] %}{{ raise_exception('two') }}{% endif %}{{ 'Today: ' + today }}{{ messages[0].content }}"
+    )
+    assert prompt(template, USER, today="Monday") == "Today: MondayWeather?"
+    for messages, today, error in (([USER], 20261130, "can only conc"), ([USER, USER], "Monday", "two")):
+        with pytest.raises(KVPolicyError, match=f"must fit the model's chat template, got an error: {error}"):
+            prompt(template, *messages, today=today)
+
+
+DECODED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TEXT = {"type": "text", "text": "a"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}
+SAMPLES: dict[str, Any] = {
+    "audio": {"id": "x"},
+    "content": "text",
+    "function_call": {"name": "f", "arguments": "{}"},
+    "name": "Ann",
+    "refusal": "no",
+    "tool_calls": [CALL],
+    "tool_call_id": "1",
+    "reasoning_content": "hm",
+    "reasoning": "hm",
+    "annotations": [{"type": "url_citation"}],
+    "prefix": True,
+    "weight": 0,
+    "typo": "x",
+}
+"""A value of each field that clients send."""
+
+PASSED = {
+    "assistant": {"content", "name", "tool_calls", "reasoning_content"},
+    "tool": {"content", "name", "tool_call_id"},
+}
+"""Fields that reach the template, by role; of other roles, `content` and `name`."""
+
+ROLES = ["user", "system", "developer", "assistant", "tool", "function"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_field_is_passed_or_refused(role: str, name: str) -> None:
+    message = {"role": role, "content": "said", name: SAMPLES[name]}
+    if name in PASSED.get(role, {"content", "name"}):
+        wanted = {**message, "tool_calls": [DECODED]} if name == "tool_calls" else message
+        assert parse_message(message) == wanted
+        return
+    with pytest.raises(KVPolicyError, match=rf'got {name}=.* and role="{role}"; try '):
+        parse_message(message)
+
+
+def test_the_fields_of_openai_are_in_the_table() -> None:
+    """And their nulls and empty values, which its clients send back with an answer, are as good as none."""
+    params = get_args(chat.ChatCompletionMessageParam)
+    fields = {name for param in params for name in param.__annotations__}
+    assert "tool_call_id" in fields and fields - {"role"} <= SAMPLES.keys()
+    answer = {name: None for name in chat.ChatCompletionMessage.model_fields}
+    assert parse_message({**answer, "role": "assistant", "content": "Hi"}) == {"role": "assistant", "content": "Hi"}
+    empty = {"tool_calls": [], "annotations": [], "refusal": "", "reasoning_content": ""}
+    assert parse_message({**empty, "role": "assistant", "content": ""}) == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"content": "I will look."}, "I will look."),
+        ({"content": [{"type": "text", "text": "I will "}, {"type": "text", "text": "look."}]}, "I will look."),
+        *(({}, ""), ({"content": None}, ""), ({"content": ""}, ""), ({"content": []}, "")),
+    ],
+)
+def test_a_message_with_tool_calls_or_reasoning_has_its_text(fields: dict[str, Any], text: str) -> None:
+    """Or none; arguments are an object, over which templates iterate."""
+    parsed = parse_message({"role": "assistant", **fields, "tool_calls": [CALL]})
+    assert parsed == {"role": "assistant", "content": text, "tool_calls": [DECODED]}
+    assert CALL["function"]["arguments"] == '{"a": 1}'
+    assert parse_message(parsed) == parsed
+    assert parse_message({"role": "assistant", **fields, "reasoning_content": "hm"})["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"content": None}, "The content of a message must be a string, got nothing"),
+        ({"content": 3}, "The content of a message must be a string, got a number"),
+        ({"content": [TEXT, IMAGE]}, 'must be text, got a part "image_url"; try text alone'),
+        ({"content": [AUDIO]}, 'got a part "input_audio"'),
+        ({"content": [{"type": "file", "file": {}}]}, 'got a part "file"'),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, 'got a part "refusal"'),
+        ({"content": [{"type": "text", "text": 1}]}, 'got a part "text"'),
+        ({"content": ["a"]}, 'got a part "a"'),
+        ({"content": [{**TEXT, "cache_control": {}}]}, "only type and text, got cache_control; try it without"),
+        ({"name": 3}, "name of a message must be a string, got a number"),
+        ({"reasoning_content": {}}, "reasoning_content of a message must be a string, got an object"),
+        ({"tool_calls": "f"}, "tool_calls must be a list, got a string"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "A tool call must have a function"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "A tool call must have a function"),
+        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "A tool call must have a function"),
+        ({"tool_calls": [{**CALL, "type": "custom"}]}, "A tool call must have a function"),
+        ({"function_call": {"name": "f"}}, "try tool_calls instead"),
+        ({"refusal": "no"}, "try content instead"),
+        ({"reasoning": "hm"}, "try reasoning_content instead"),
+    ],
+)
+def test_wrong_parts_get_a_sentence(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        parse_message({"role": "assistant", "content": "said", **fields})
+
+
+def test_a_hint_for_a_prompt_cache_is_ignored() -> None:
+    part = {**TEXT, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    assert parse_message({"role": "user", "content": [part]})["content"] == "a"

@@ -75,14 +75,8 @@ def test_a_stop_string_is_found_with_its_space(ask: Any, stream: bool, stop: Any
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_generation_ends_with_the_stop_string(stream: bool, client: Any) -> None:
-    made = client.completions.create(
-        model="tiny",
-        prompt=PROMPT,
-        temperature=0,
-        stop=" paris",
-        stream=stream,
-        **({"stream_options": {"include_usage": True}} if stream else {}),
-    )
+    asked = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "stop": " paris", "stream": stream}
+    made = client.completions.create(**asked, **({"stream_options": {"include_usage": True}} if stream else {}))
     usage = [*made][-1].usage if stream else made.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (5, 1)
 
@@ -152,11 +146,11 @@ def test_a_malformed_call_of_a_tool_is_text(said: Any, fields: Any, text: str, r
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [answer, say])
 def test_an_answer_that_ends_by_itself_with_its_last_token_was_not_cut_off(ask: Any, stream: bool, client: Any) -> None:
+    """Nor one whose stop string ends there."""
     tokens = len(WORDS) - len(PROMPT.split()) - 1  # of the answer, with the special token that ends it
-    assert ("".join(ask(client, stream, max_tokens=tokens)[0]), ask(client, stream, max_tokens=tokens)[1]) == (
-        ANSWER,
-        "stop",
-    )
+    for fields, text in (({"max_tokens": tokens}, ANSWER), ({"max_tokens": 6, "stop": " on"}, " paris🙂")):
+        texts, reason = ask(client, stream, **fields)
+        assert ("".join(texts), reason) == (text, "stop")
     assert ask(client, stream, max_tokens=tokens - 1)[1] == "length"
 
 

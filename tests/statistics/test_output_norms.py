@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import kvpolicy
-from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.hf.projection import output_projection
-from kvpolicy.statistics import Vectors, output_norms
+from kvpolicy.statistics import output_norms
 from kvpolicy.statistics.output_norms import absolute_norms, euclidean_norms
 from tests.conformance.models import build
 
@@ -100,11 +100,3 @@ def test_offloaded_weights_are_refused() -> None:
     module.o_proj.to("meta")
     with pytest.raises(KVPolicyError, match=r"must be in memory while its layer runs, .* try another selector"):
         output_projection(module)
-
-
-def test_values_come_after_prompts_alone() -> None:
-    """So a step of `dropkv` reads what one of `snapkv` does."""
-    for spec in ("dropkv:window=4", "defensive:window=4"):
-        asked = Policy.parse(f"{spec}@0.5").selector.statistics
-        assert any(each.reads_vectors for each in asked)
-        assert not any(isinstance(each, Vectors) and each.generated for each in asked)

@@ -1,4 +1,7 @@
-"""A statistic of one's own, in one file: gathered by tile, over chunks and padding, and found by its selector."""
+"""Statistics of one's own, in one file: gathered by tile, over chunks and padding, for a selector and for a codec.
+
+A codec keeps its statistic for each row.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,12 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.cli.explanation import _statistics as of_selector
-from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Selector, State, View, scoped
+from kvpolicy.codecs.tokenwise import TokenWise
+from kvpolicy.protocols import SMALLEST_HEAD, HeadShape, Selector, StageStore, State, View, scoped
 from kvpolicy.selectors.kvcrush import KVCrush
-from kvpolicy.statistics import Context, Results, Sizes, Statistic, Tile, Working
+from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.statistics import Context, KeptStatistic, Results, Sizes, Statistic, Tile, Working
+from kvpolicy.statistics.ranks import Ranks
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 
@@ -87,8 +93,8 @@ class OldIfUpwards(Selector):
 POLICY = Policy(selector=OldIfUpwards(), budget=6)
 
 
-def counts(policy: Policy, pieces: list[int], rows: list[int] | None = None, **how: Any) -> list[Tensor]:
-    """How many keys of each layer were positive in a prompt of two rows, [B, H]."""
+def prefilled(policy: Policy | str, pieces: list[int], rows: list[int] | None = None, **how: Any) -> PolicyCache:
+    """A cache of a padded prompt of two rows, which comes in pieces; the rows change places behind the first one."""
     model = build("llama")
     ids, mask = make_batch(LENGTHS, [LENGTHS[0]])
     with kvpolicy.attach(model, policy, **how):
@@ -102,7 +108,12 @@ def counts(policy: Policy, pieces: list[int], rows: list[int] | None = None, **h
                 rows = None
             forward(model, ids, mask, start, start + size, cache)
             start += size
-        return [state_of(layer).upwards for layer in cache.policy_layers]
+        return cache
+
+
+def counts(policy: Policy, pieces: list[int], rows: list[int] | None = None, **how: Any) -> list[Tensor]:
+    """How many keys of each layer were positive in a prompt of two rows, [B, H]."""
+    return [state_of(layer).upwards for layer in prefilled(policy, pieces, rows, **how).policy_layers]
 
 
 def state_of(layer: Any) -> Counted:
@@ -112,12 +123,8 @@ def state_of(layer: Any) -> Counted:
 
 def positive() -> list[Tensor]:
     """The same numbers from the whole keys."""
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS, [LENGTHS[0]])
-    with kvpolicy.attach(model, "full"):
-        cache = PolicyCache(model)
-        forward(model, ids, mask, 0, LENGTHS[0], cache)
-        return [((layer.keys[..., 0] > 0) & (layer.positions >= 0)).sum(-1) for layer in cache.policy_layers]
+    layers = prefilled("full", [26]).policy_layers
+    return [((layer.keys[..., 0] > 0) & (layer.positions >= 0)).sum(-1) for layer in layers]
 
 
 @pytest.mark.parametrize(
@@ -151,20 +158,14 @@ def test_counts_follow_their_rows() -> None:
 
 
 def test_a_selector_decides_by_it() -> None:
-    model = build("llama")
-    ids, mask = make_batch(LENGTHS, [LENGTHS[0]])
-    expected = positive()
     sides = set()
-    with kvpolicy.attach(model, POLICY):
-        cache = PolicyCache(model, prompt=LENGTHS, new=1)
-        forward(model, ids, mask, 0, LENGTHS[0], cache)
-        for layer, numbers in zip(cache.policy_layers, expected, strict=True):
-            for row, length in enumerate(LENGTHS):
-                for head, number in enumerate(numbers[row].tolist()):
-                    old = 2 * number > length
-                    want = [*range(5), length - 1] if old else [*range(length - 6, length)]
-                    assert layer.positions[row, head].sort().values.tolist()[-6:] == want
-                    sides.add(old)
+    for layer, numbers in zip(prefilled(POLICY, [26]).policy_layers, positive(), strict=True):
+        for row, length in enumerate(LENGTHS):
+            for head, number in enumerate(numbers[row].tolist()):
+                old = 2 * number > length
+                want = [*range(5), length - 1] if old else [*range(length - 6, length)]
+                assert layer.positions[row, head].sort().values.tolist()[-6:] == want
+                sides.add(old)
     assert sides == {False, True}, "heads of both kinds"
 
 
@@ -176,3 +177,73 @@ def test_plans_and_explanations_name_it() -> None:
         for policy in (POLICY, Policy(selector=kvpolicy.SlidingWindow(), budget=6))
     )
     assert planned - plain > 90_000_000, "what it holds while tokens are chosen"
+
+
+@dataclass(frozen=True)
+class LargestKeys(KeptStatistic):
+    """The largest absolute key of each channel in the prompts of a row, [B, H, D] fp32."""
+
+    largest: Tensor | None = None
+    file_name: ClassVar[str] = "largest_keys"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return () if self.largest is None else (self.largest,)
+
+    def added(self, tile: Tile) -> LargestKeys:
+        keys = tile.keys.abs().float()
+        if tile.valid is not None:
+            keys = keys.masked_fill(~tile.valid[:, None, :, None], 0)
+        return self.joined(LargestKeys(keys.amax(2)), 0)
+
+    def joined(self, later: Any, columns: int) -> LargestKeys:
+        return later if self.largest is None else LargestKeys(self.largest.maximum(later.largest))
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> LargestKeys:
+        return LargestKeys(None if self.largest is None else fn(self.largest))
+
+    def kept(self, held: Tensor, ranks: Ranks) -> Tensor:
+        return held if self.largest is None else held.maximum(self.largest)
+
+    def working(self, sizes: Sizes) -> Working:
+        return Working()
+
+
+class Clipped(TokenWise):
+    """Clips keys to the largest ones of the prompt before it encodes them; in a prompt, nothing is clipped."""
+
+    @property
+    def statistics(self) -> tuple[KeptStatistic, ...]:
+        return (LargestKeys(),)
+
+    def write_keys(self, store: StageStore, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
+        most = store.statistics[LargestKeys][:, :, None].to(keys.dtype)
+        super().write_keys(store, keys.clamp(-most, most), slots, write_mask, occupied)
+
+
+def with_codec(codec: TokenWise) -> Policy:
+    return Policy(selector=SlidingWindow(), codec=codec, budget=20)
+
+
+def keys_of(cache: PolicyCache) -> list[Tensor]:
+    pasts: list[Any] = [layer.store.past() for layer in cache.policy_layers]
+    return [past.keys for past in pasts]
+
+
+def kept(cache: PolicyCache) -> list[Tensor]:
+    limits = [layer.store.tensors.limits for layer in cache.policy_layers]
+    return [each.statistics[0] for each in limits if each is not None]
+
+
+@pytest.mark.parametrize(("pieces", "how"), [([26], {}), ([26], {"tile": 7}), ([20, 6], {"chunks": "hold"})], ids=str)
+def test_every_key_of_a_prompt_counts(pieces: list[int], how: dict[str, Any]) -> None:
+    """For a codec, which clips none of them; what is kept follows its row."""
+    cache = prefilled(with_codec(Clipped()), pieces, **how)
+    found = kept(cache)
+    assert len(found) == len(cache.policy_layers) > 1
+    largest = [layer.abs().amax(2) for layer in keys_of(prefilled("full", [26]))]
+    torch.testing.assert_close(found, largest, atol=1e-5, rtol=1e-5)
+    ordinary = keys_of(prefilled(with_codec(TokenWise()), pieces, **how))
+    assert all(torch.equal(*pair) for pair in zip(keys_of(cache), ordinary, strict=True)), "a key was clipped"
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert all(torch.equal(one, other[[1, 0]]) for one, other in zip(kept(cache), found, strict=True))

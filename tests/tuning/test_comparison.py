@@ -1,8 +1,10 @@
-"""Comparisons of policies: the paired bootstrap on made-up scores, and verdicts in words."""
+"""Comparisons of policies: the paired bootstrap, verdicts in words, and the best of the ordinary policies."""
 
 from __future__ import annotations
 
 import math
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy.tuning.comparison import Comparison, Difference, compare, verdict_line
 from kvpolicy.tuning.evidence import Score
+from kvpolicy.tuning.ordinary import rivals
+from kvpolicy.tuning.rivals import best_rival
+from kvpolicy.tuning.windows import Window
+from kvpolicy_lm_eval.data.prompts import recall
 
 
 def scores(kl: Tensor, correct: Tensor | None = None, top1: Tensor | None = None) -> Score:
@@ -36,26 +42,6 @@ def test_intervals_are_those_of_drawing_windows_one_by_one() -> None:
         mean = sum(x - y for x, y in pairs) / 9
         assert getattr(found, name) == pytest.approx(Difference(mean, low, high))
     assert found.windows == 9 and compare(a, b, seed=7) != compare(a, b, seed=6) == compare(a, b, seed=6)
-
-
-def test_windows_are_drawn_with_their_pairs() -> None:
-    """What makes a window hard for both policies cancels."""
-    hard = 100 * noise(0, 30)
-    found = compare(scores(hard + 1), scores(hard))
-    assert found.kl == pytest.approx(Difference(1, 1, 1))
-    shuffled = compare(scores(hard + 1), scores(hard.flip(0)))
-    assert shuffled.kl.low < 0 < shuffled.kl.high
-
-
-def test_intervals_have_their_coverage() -> None:
-    """Of 200 samples of 40 windows about 95 % have the true difference inside."""
-    hits = 0
-    for seed in range(200):
-        generator = torch.Generator().manual_seed(seed)
-        a, b = torch.rand(2, 40, generator=generator) < torch.tensor([[0.6], [0.3]])
-        found = compare(scores(a.double(), a.double()), scores(b.double(), b.double()), draws=500)
-        hits += found.correct.low <= 0.3 <= found.correct.high
-    assert 180 <= hits <= 198
 
 
 UP = Difference(0.2, 0.1, 0.3)
@@ -119,12 +105,8 @@ def test_a_codec_that_changes_next_to_nothing_is_not_worse() -> None:
     assert found.kl.sign == 1 and found.verdict == "as good"
     assert "snapkv@0.2 is as good as full" in verdict_line(found, "snapkv@0.2", "full")
     assert compare(codec, full, margin=0.00001).verdict == "worse"
-
-
-def test_a_policy_compared_with_itself_gains_nothing() -> None:
-    some = scores(noise(0, 22), noise(1, 22))
-    assert compare(some, some) == Comparison(ZERO, ZERO, ZERO, 22)
-    assert compare(some, some, margin=0).verdict == "as good"
+    assert compare(codec, codec) == Comparison(ZERO, ZERO, ZERO, 64)
+    assert compare(codec, codec, margin=0).verdict == "as good"
 
 
 @pytest.mark.parametrize("margin", [-0.1, math.nan, math.inf])
@@ -141,3 +123,80 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare(scores(torch.zeros(1)), scores(torch.zeros(1)))
     with pytest.raises(kvpolicy.KVPolicyError, match="draws must be between 1"):
         compare(scores(torch.zeros(3)), scores(torch.zeros(3)), draws=0)
+
+
+MODEL, TOKENIZER = kvpolicy.tiny()
+
+
+def window(seed: int, records: int) -> Window:
+    prompt, answer = recall(Random(seed), records)
+    return Window(torch.tensor(TOKENIZER.encode(prompt)), torch.tensor(TOKENIZER.encode(answer)[1:]))
+
+
+def test_all_rivals_are_different_and_run_at_the_same_bytes() -> None:
+    specs = rivals()
+    assert len({str(kvpolicy.Policy.parse(spec)) for spec in specs}) == len(specs) >= 24
+    found = best_rival(MODEL, [window(0, 12)], 0.5)
+    assert {rival.spec for rival in found.table} == {*specs}
+    assert [(rival.spec, rival.reason) for rival in found.table if rival.score is None] == []
+    held = [rival.score.nbytes for rival in found.table if rival.score is not None]
+    assert max(held) <= 0.5 * (len(window(0, 12).prompt) + 4) * 8 * 2 * 4 * MODEL.config.head_dim * 4
+
+
+def test_right_answers_count_before_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    references: list[object] = []
+
+    def made(model: object, windows: object, spec: str, **given: object) -> Score:
+        references.append(given["reference"])
+        kl, correct = {"window": (0.1, 0.5), "h2o": (0.9, 1.0), "snapkv": (0.3, 1.0), "tova": (0.3, 1.0)}[spec]
+        return Score(torch.tensor([kl]), torch.ones(1), torch.tensor([correct]), 1.0)
+
+    monkeypatch.setattr("kvpolicy.tuning.rivals.score", made)
+    found = best_rival(MODEL, [window(0, 9)], 0.5, specs=["window", "h2o", "snapkv", "tova"])
+    assert [rival.spec for rival in found.table] == ["snapkv", "tova", "h2o", "window"]
+    assert references[0] is not None and all(each is references[0] for each in references), "computed once"
+
+
+def test_a_policy_that_needs_more_bytes_is_left_out() -> None:
+    found = best_rival(MODEL, [window(0, 24)], 0.1, specs=["streaming:sinks=64", "window"])
+    assert found.spec == "window" and found.table[1].spec == "streaming:sinks=64" and found.table[1].score is None
+    assert "budget must be at least" in found.table[1].reason
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must run at 10.0% of .* got none: The budget must be at least"):
+        best_rival(MODEL, [window(0, 24)], 0.1, specs=["streaming:sinks=64"])
+    kvpolicy.attach(MODEL, "full").detach()
+
+
+def test_mistakes_are_not_left_out() -> None:
+    windows = [window(0, 9)]
+    for given, message in (
+        ({"specs": ["window", "nothing"]}, "nothing"),
+        ({"specs": []}, "got none: none was given"),
+        ({"share": 2.0}, r"must be in \(0, 1\], got 2.0"),
+        ({"reference": []}, "reference must be of the same windows"),
+        ({"windows": []}, "must be windows"),
+    ):
+        arguments: dict[str, Any] = {"windows": windows, "share": 0.5, "specs": ["window"], **given}
+        with pytest.raises(kvpolicy.KVPolicyError, match=message):
+            best_rival(MODEL, **arguments)
+
+
+def test_of_many_policies_the_best_on_some_windows_are_scored_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the references of their own windows in each round."""
+    windows = [window(seed, 9) for seed in range(16)]
+    reference = [torch.full((1 + len(one.follow), 1), number) for number, one in enumerate(windows)]
+    seen: dict[str, list[list[int]]] = {}
+
+    def made(model: object, some: list[Window], spec: str, **given: list[torch.Tensor]) -> Score:
+        numbers = [next(number for number, one in enumerate(windows) if one is each) for each in some]
+        assert [int(logits[0]) for logits in given["reference"]] == numbers
+        seen.setdefault(spec, []).append(numbers)
+        worth = float(spec.partition("=")[2])
+        return Score(torch.full((len(some),), worth), torch.ones(len(some)), torch.ones(len(some)), 1.0)
+
+    monkeypatch.setattr("kvpolicy.tuning.rivals.score", made)
+    specs = [f"streaming:sinks={count}" for count in range(12, 0, -1)]
+    found = best_rival(MODEL, windows, 0.5, specs=specs, reference=reference)
+    assert found.spec == "streaming:sinks=1" and len(found.table) == 12
+    rounds = [[*range(0, 16, 4)], [*range(16)]]
+    assert seen == {spec: rounds if int(spec.partition("=")[2]) <= 8 else rounds[:1] for spec in specs}
+    assert best_rival(MODEL, windows, 0.5, specs=specs[:8], reference=reference).spec == "streaming:sinks=5"

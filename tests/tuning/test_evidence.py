@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CompileConfig, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig
 
 import kvpolicy
 from kvpolicy.hf import compiled_generation
@@ -23,21 +23,9 @@ from kvpolicy_eval.data.tasks import tasks
 from kvpolicy_lm_eval.data.modes import place
 from tests.reference.evidence import newest
 from tests.sampling import each_once
+from tests.tuning.test_measure import gemma, llama
 
-
-def llama(seed: int = 0, **given: Any) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=23,
-        initializer_range=0.5,
-        **given,
-    )
-    return LlamaForCausalLM(config).eval()
+SIZES = {"vocab_size": 23, "initializer_range": 0.5}
 
 
 def drawn(seed: int, prompt: int, question: int, answer: int) -> Window:
@@ -61,7 +49,7 @@ def solved() -> tuple[Any, list[Window]]:
 
 @pytest.mark.parametrize(("question", "answer"), each_once([0, 1, 4], [3, 1]))
 def test_score_is_that_of_a_dense_forward_with_a_mask(question: int, answer: int) -> None:
-    model = llama()
+    model = llama(**SIZES)
     windows = [drawn(seed, 9 + 3 * seed, question, answer) for seed in range(4)]
     # One window whose answer is what the model says, so that it is right.
     windows.append(_answered(model, windows[0], keep=5))
@@ -100,7 +88,7 @@ def test_evicting_the_document_changes_the_answers() -> None:
 
 
 def test_a_shared_reference_gives_the_same() -> None:
-    model = llama()
+    model = llama(**SIZES)
     windows = [drawn(seed, 30, 2, 4) for seed in range(2)]
     reference = reference_logits(model, windows)
     assert [tuple(logits.shape) for logits in reference] == [(7, 23), (7, 23)]
@@ -113,7 +101,7 @@ def test_a_shared_reference_gives_the_same() -> None:
 
 
 def test_tokens_of_an_answer_are_steps_and_readers_act_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama()
+    model = llama(**SIZES)
     window = drawn(0, 40, 3, 4)
     fed: list[tuple[int, Any]] = []
     plain = evidence._logits
@@ -158,26 +146,15 @@ def test_bytes_are_a_share_of_the_full_cache() -> None:
     for spec in ("snapkv", "snapkv+kivi:bits=4"):
         found = score(model, windows, spec, share=0.15)
         assert 0.7 * sum(budgets) / 6 < found.nbytes <= sum(budgets) / 6
-    config = Gemma3TextConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        vocab_size=23,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    bounded = Gemma3ForCausalLM(config).eval()
+    bounded = gemma()  # a layer of it holds 7 tokens
     window = drawn(0, 30, 0, 10)
     token = 2 * 2 * 8 * 4
-    assert share_bytes(bounded, window, 0.5) == 20 * token + 5 * token
-    assert score(bounded, [window], "window", share=0.5).nbytes <= 25 * token
+    assert share_bytes(bounded, window, 0.5) == 20 * token + 7 * token
+    assert score(bounded, [window], "window", share=0.5).nbytes <= 27 * token
 
 
 def test_a_model_keeps_its_mode_and_has_no_policy_afterwards() -> None:
-    model = llama(attention_dropout=0.5).train()
+    model = llama(**SIZES, attention_dropout=0.5).train()
     window = drawn(0, 20, 0, 3)
     assert torch.equal(score(model, [window], "h2o@8").kl, score(model, [window], "h2o@8").kl)
     assert model.training
@@ -185,7 +162,7 @@ def test_a_model_keeps_its_mode_and_has_no_policy_afterwards() -> None:
 
 
 def test_what_cannot_be_scored_is_refused() -> None:
-    model = llama()
+    model = llama(**SIZES)
     window = drawn(0, 20, 0, 3)
     with pytest.raises(kvpolicy.KVPolicyError, match="must be windows to measure policies on, got none"):
         score(model, [], "full")
@@ -211,7 +188,7 @@ def test_a_token_that_is_ruled_out_adds_nothing() -> None:
 
 
 def test_means_are_of_the_windows() -> None:
-    model = llama()
+    model = llama(**SIZES)
     windows = [drawn(seed, 30, 0, 4) for seed in range(3)]
     each = [score(model, [window], "h2o@8") for window in windows]
     together = score(model, windows, "h2o@8")
@@ -221,7 +198,7 @@ def test_means_are_of_the_windows() -> None:
 
 def test_policies_by_layer_are_scored(tmp_path: Path) -> None:
     """Given as such and as a file, whose parts may be others in each window."""
-    model = llama()
+    model = llama(**SIZES)
     windows = [drawn(seed, 20 + 30 * seed, 0, 2) for seed in range(2)]
     alike = kvpolicy.Policy.by_layer(["window@0.5"] * 2, budget=0.5)
     found = score(model, windows, alike, share=0.5)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy
@@ -24,10 +23,10 @@ from kvpolicy.tuning.grid import PARTS, SHARES, default_grid, make_grid
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.proof import as_share, prove
 from kvpolicy.tuning.steps import Steps
-from kvpolicy.tuning.tune import check_budget, estimate, interaction, tune
+from kvpolicy.tuning.tune import check_budget, interaction, tune
 from kvpolicy.tuning.windows import Window
 from tests.conformance.models import build
-from tests.tuning.test_measure import llama
+from tests.tuning.test_measure import gemma, llama
 
 MODEL = llama(num_hidden_layers=4, head_dim=32)
 TOKEN = 4 * 2 * 2 * 32 * 4
@@ -188,11 +187,6 @@ def test_a_finished_file_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.M
     assert len(tune(MODEL, WINDOWS, file, candidates=SPECS[1:], force=True).candidates) == 3
 
 
-def test_an_estimate_grows_with_windows() -> None:
-    grid = make_grid(["h2o"], [0.1, 0.5])
-    assert estimate(MODEL, WINDOWS, grid, "joint") > 0
-
-
 def test_a_refused_run_does_not_block_the_next_one(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     with pytest.raises(KVPolicyError, match="must be windows to measure policies on, got none"):
@@ -213,23 +207,12 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_bytes_of_layers_without_a_policy_are_taken_off_both_sides() -> None:
-    config = Gemma3TextConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        vocab_size=64,
-        sliding_window=20,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    model = Gemma3ForCausalLM(config).eval()
+    model = gemma()  # a layer of it holds 7 tokens
     token = 2 * 2 * 8 * 4
-    share = as_share(model, WINDOWS, f"{(19 + 23) * token}B")
-    assert share == 0.5 and share_bytes(model, WINDOWS[0], share) == (19 + 23) * token
-    with pytest.raises(KVPolicyError, match=f"budget must exceed the {19 * token} bytes that layers without a policy"):
-        as_share(model, WINDOWS, f"{19 * token}B")
+    share = as_share(model, WINDOWS, f"{(7 + 23) * token}B")
+    assert share == 0.5 and share_bytes(model, WINDOWS[0], share) == (7 + 23) * token
+    with pytest.raises(KVPolicyError, match=f"budget must exceed the {7 * token} bytes that layers without a policy"):
+        as_share(model, WINDOWS, f"{7 * token}B")
 
 
 def test_a_proof_needs_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""Small models in folders, and what kvpolicy itself answers about documents of theirs."""
+"""Small models in folders, engines that serve them, and what kvpolicy itself answers about documents of theirs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -144,6 +146,31 @@ def make_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     return model.to(dtype).eval()
 
 
+def engine_config(model: Any, folder: Path | None, **changes: Any) -> Any:
+    """The config of an engine of vLLM that serves an embedded model, as far as documents need it."""
+    extra: dict[str, Any] = {} if folder is None else {"folder": str(folder)}
+    source = str(files("kvpolicy") / "assets" / "tiny")
+    served: dict[str, Any] = {"hf_config": model.config, "max_model_len": 1024, "use_mla": False}
+    served |= {"model": source, "revision": None, "trust_remote_code": False}
+    served |= {"tokenizer": source, "tokenizer_revision": None}
+    found: dict[str, Any] = {
+        "model_config": SimpleNamespace(**served),
+        "kv_transfer_config": SimpleNamespace(
+            kv_connector="KVPolicyConnector",
+            kv_load_failure_policy="fail",
+            get_from_extra_config=lambda name, default: extra.get(name, default),
+        ),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**(found | changes))
+
+
+def records(times: int = 6, first: int = 1000) -> str:
+    """Records that the embedded models can recall."""
+    return "".join(f"{word}={number}\n" for number, word in enumerate(RECORDS * times, first))
+
+
 def make_text(model: Any, tokens: int, seed: int = 0) -> list[int]:
     """Token ids of a text: records of an embedded model, anything for a random one."""
     if model.config.vocab_size <= VOCABULARY:
@@ -151,8 +178,7 @@ def make_text(model: Any, tokens: int, seed: int = 0) -> list[int]:
             3, model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed)
         ).tolist()
     tokenizer: Any = kvpolicy.tiny()[1]
-    text = "".join(f"{name}={number}\n" for number, name in enumerate(RECORDS * (tokens // 16), 1000 + 100 * seed))
-    return tokenizer(text).input_ids[:tokens]
+    return tokenizer(records(tokens // 16, 1000 + 100 * seed)).input_ids[:tokens]
 
 
 def make_question(model: Any, record: str = "wolf", tokens: int = 5) -> list[int]:
@@ -170,6 +196,12 @@ def save(model: Any, policy: str, ids: Sequence[int], path: Path) -> Path:
         model(text, cache=cache)
         cache.save(path, tokens=text)
     return path
+
+
+def save_text(pair: tuple[Any, Any], text: str, policy: str, path: Path) -> Path:
+    """Make a document of a text, with a model and its tokenizer."""
+    model, tokenizer = pair
+    return save(model, policy, tokenizer(text).input_ids, path)
 
 
 def answer(model: Any, policy: str | None, path: Path | None, question: Sequence[int], tokens: int = 8) -> Answer:

@@ -59,37 +59,38 @@ def asked(tokenizer: Any, template: str | None, text: str, *messages: dict[str, 
     return tokenizer.decode(chat.question(document(tokenizer, text), [*messages], **options))
 
 
-@pytest.mark.parametrize("role", ["user", "system"])
-def test_messages_stand_behind_the_turn_of_a_document(tokenizer: Any, role: str) -> None:
-    text = f"<{role}>{TEXT}</{role}>\n"
-    assert asked(tokenizer, TURNS, text, QUESTION) == "<user>?wolf=</user>\n<assistant>"
+FIRST = {"role": "user", "content": TEXT}
+EARLIER = (QUESTION, {"role": "assistant", "content": "1002"}, {"role": "user", "content": "?gold="})
+ASKED = "<user>?wolf=</user>\n<assistant>"
+PARTED = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+PARTS = {"role": "user", "content": [{"type": "text", "text": "?wo"}, {"type": "text", "text": "lf="}]}
+CASES = {
+    "behind the turn of a user": (TURNS, f"<user>{TEXT}</user>\n", [QUESTION], ASKED),
+    "behind the turn of a system": (TURNS, f"<system>{TEXT}</system>\n", [QUESTION], ASKED),
+    "behind the system message": (WELCOMING, f"<system>{TEXT}</system>\n", [QUESTION], "<user>?wolf=</user>\n"),
+    "with a system message of its own": (
+        *(WELCOMING, TEXT, [QUESTION]),
+        "<system>Be brief.</system>\n<user>?wolf=</user>\n",
+    ),
+    "messages that begin with the document are cut": (TURNS, f"<user>{TEXT}</user>\n", [FIRST, QUESTION], ASKED),
+    "earlier answers are a part": (
+        *(TURNS, f"<user>{TEXT}</user>\n", EARLIER),
+        f"{ASKED}1002</assistant>\n<user>?gold=</user>\n<assistant>",
+    ),
+    "an empty answer where turns must alternate": (
+        *(ALTERNATING, f"<user>{TEXT}\n", [QUESTION]),
+        "<assistant>\n<user>?wolf=\n<assistant>",
+    ),
+    "behind a plain text": (TURNS, TEXT, [QUESTION], ASKED),
+    "plain behind a plain text": (PLAIN, TEXT, [QUESTION], "?wolf="),
+    # The document's turn is a text, of which this template writes nothing: it is plain text to it.
+    "contents of several texts": (PARTED, TEXT, [PARTS], "<user>?wolf="),
+}
 
 
-def test_a_document_of_the_system_is_the_system_message(tokenizer: Any) -> None:
-    assert asked(tokenizer, WELCOMING, f"<system>{TEXT}</system>\n", QUESTION) == "<user>?wolf=</user>\n"
-    assert asked(tokenizer, WELCOMING, TEXT, QUESTION) == "<system>Be brief.</system>\n<user>?wolf=</user>\n"
-
-
-def test_messages_that_begin_with_the_document_are_cut(tokenizer: Any) -> None:
-    first = {"role": "user", "content": TEXT}
-    text = f"<user>{TEXT}</user>\n"
-    assert asked(tokenizer, TURNS, text, first, QUESTION) == "<user>?wolf=</user>\n<assistant>"
-
-
-def test_earlier_answers_are_a_part_of_the_question(tokenizer: Any) -> None:
-    turns = QUESTION, {"role": "assistant", "content": "1002"}, {"role": "user", "content": "?gold="}
-    found = asked(tokenizer, TURNS, f"<user>{TEXT}</user>\n", *turns)
-    assert found == "<user>?wolf=</user>\n<assistant>1002</assistant>\n<user>?gold=</user>\n<assistant>"
-
-
-def test_an_empty_answer_stands_between_turns_that_must_alternate(tokenizer: Any) -> None:
-    found = asked(tokenizer, ALTERNATING, f"<user>{TEXT}\n", QUESTION)
-    assert found == "<assistant>\n<user>?wolf=\n<assistant>"
-
-
-def test_a_plain_text_stands_in_front_of_the_chat(tokenizer: Any) -> None:
-    assert asked(tokenizer, TURNS, TEXT, QUESTION) == "<user>?wolf=</user>\n<assistant>"
-    assert asked(tokenizer, PLAIN, TEXT, QUESTION) == "?wolf="
+@pytest.mark.parametrize(("template", "text", "messages", "wanted"), CASES.values(), ids=CASES)
+def test_the_question_of_a_chat(tokenizer: Any, template: str, text: str, messages: Any, wanted: str) -> None:
+    assert asked(tokenizer, template, text, *messages) == wanted
 
 
 def test_options_reach_the_template(tokenizer: Any) -> None:
@@ -102,13 +103,6 @@ def test_options_reach_the_template(tokenizer: Any) -> None:
     chat = Chat(tokenizer, with_kind, {"kind": "a"})
     report = document(tokenizer, f"a{TEXT};")
     assert tokenizer.decode(chat.question(report, [QUESTION])) == "a?wolf=;"
-
-
-def test_contents_of_several_texts_are_texts(tokenizer: Any) -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
-    parts = {"role": "user", "content": [{"type": "text", "text": "?wo"}, {"type": "text", "text": "lf="}]}
-    # The document's turn is a text, of which this template writes nothing: it is plain text to it.
-    assert asked(tokenizer, template, TEXT, parts) == "<user>?wolf="
 
 
 @pytest.mark.parametrize(
@@ -127,8 +121,5 @@ def test_contents_of_several_texts_are_texts(tokenizer: Any) -> None:
 def test_other_chats_are_refused(tokenizer: Any, template: str, text: str, messages: Any, message: str) -> None:
     with pytest.raises(KVPolicyError, match=message):
         Chat(tokenizer, template).question(document(tokenizer, text), messages)
-
-
-def test_a_document_without_token_ids_is_refused(tokenizer: Any) -> None:
     with pytest.raises(KVPolicyError, match="token ids"):
         Chat(tokenizer, TURNS).question(document(tokenizer, TEXT, tokens=()), [QUESTION])

@@ -88,10 +88,10 @@ def test_a_long_prompt_is_two_requests(root: str) -> None:
     assert [scope["path"] for scope in server.scopes] == [root + COMPLETION] * 2
     assert [(b"x-request-id", b"7") in scope["headers"] for scope in server.scopes] == [False, True]
     facts = {"prompt_tokens": 100, "kept_tokens": KEPT}
-    assert (status, content) == (
-        200,
-        {"usage": {**USAGE, "prompt_tokens": 100, "total_tokens": 101, "kvpolicy": facts}},
-    )
+    assert content["usage"] == {**USAGE, "prompt_tokens": 100, "total_tokens": 101, "kvpolicy": facts}
+    assert status == 200 and len(name) == 32
+    server.asked(COMPLETION, COMPLETED)
+    assert server.bodies[2]["kv_transfer_params"] != first["kv_transfer_params"]
 
 
 def test_a_long_chat_is_rendered_once() -> None:
@@ -107,14 +107,6 @@ def test_a_long_chat_is_rendered_once() -> None:
     }
     assert first["prompt"] == IDS and server.scopes[0]["path"] == COMPLETION and server.scopes[1]["path"] == CHAT
     assert (status, content["usage"]["prompt_tokens"]) == (200, 100)
-
-
-def test_every_prompt_has_a_name_of_its_own() -> None:
-    server = Server()
-    for _ in range(3):
-        server.asked(COMPLETION, COMPLETED)
-    names = {body["kv_transfer_params"]["prefill"] for body in server.bodies[::2]}
-    assert len(names) == 3 and all(len(name) == 32 for name in names)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +170,11 @@ def test_other_paths_and_bodies_pass() -> None:
     assert server.call(scope, []) == [] and server.bodies[2:] == [None]  # the client left
 
 
-def test_a_policy_that_keeps_all_changes_nothing() -> None:
-    server = Server(extra={"policy": "window@200", "threshold": 64})
-    server.asked(COMPLETION, COMPLETED)
-    assert server.bodies == [COMPLETED]
-
-
 def test_without_a_key_nothing_is_looked_at() -> None:
+    """Nor is a prompt changed of which a policy keeps all."""
+    keeps_all = Server(extra={"policy": "window@200", "threshold": 64})
+    keeps_all.asked(COMPLETION, COMPLETED)
+    assert keeps_all.bodies == [COMPLETED]
     server = Server(["secret"])
     server.asked(COMPLETION, COMPLETED, "other")
     assert server.bodies == [COMPLETED]
@@ -192,25 +182,15 @@ def test_without_a_key_nothing_is_looked_at() -> None:
     assert len(server.bodies) == 3
 
 
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_refusal_of_the_first_request_is_the_answer(status: int) -> None:
+@pytest.mark.parametrize(("path", "body"), [(COMPLETION, COMPLETED), (CHAT, ASKED)])
+@pytest.mark.parametrize("statuses", [[400], [500], [200, 500], [0]])
+def test_the_first_error_is_the_answer(statuses: list[int], path: str, body: Any) -> None:
+    """None if the client leaves; nothing more is asked then."""
     server = Server()
-    server.statuses = [status]
-    assert server.asked(COMPLETION, COMPLETED) == (status, {"error": "of the server"})
-    assert len(server.bodies) == 1
-
-
-def test_an_error_of_the_second_request_is_the_answer() -> None:
-    server = Server()
-    server.statuses = [200, 500]
-    assert server.asked(CHAT, ASKED) == (500, {"error": "of the server"})
-
-
-def test_a_client_that_leaves_asks_nothing_more() -> None:
-    server = Server()
-    server.statuses = [0]
-    assert server.asked(COMPLETION, COMPLETED) == (0, None)
-    assert len(server.bodies) == 1
+    server.statuses = [*statuses]
+    last = statuses[-1]
+    assert server.asked(path, body) == (last, {"error": "of the server"} if last else None)
+    assert len(server.bodies) == len(statuses)
 
 
 def started(server: Server) -> list[Any]:

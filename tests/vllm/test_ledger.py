@@ -182,16 +182,17 @@ def test_a_load_that_fails_ends_the_request(scheduler: Scheduler) -> None:
     assert scheduler.step({}).dropped == ["a"]
 
 
-def test_other_requests_are_refused(scheduler: Scheduler) -> None:
+def test_other_requests_are_refused(saved: Saved, scheduler: Scheduler) -> None:
+    salts = [first_request(IDS, name)[0]["cache_salt"] for name in "ab"]
+    salts.append(second_request(IDS, KEPT, "a")[0]["cache_salt"])  # their blocks are shared with nobody
+    assert len({*salts}) == 3 and all(len(salt) <= 128 and salt.isalnum() for salt in salts)
     assert "unique name" in scheduler.refusal(scheduler._admitted(*first_request(IDS, "x")[:1], {"prefill": 5}))
     scheduler.ready("a")
     assert "unique name" in scheduler.refusal(scheduler.first("a"))
     assert "salt of its own" in scheduler.refusal(scheduler.first("b", cache_salt="mine"))
     assert "must be longer than its budget" in scheduler.refusal(scheduler.first("b", prompt_token_ids=[5, 6]))
     assert "must be ready" in scheduler.refusal(scheduler.second("b"))
-    assert "salt of its own" in scheduler.refusal(
-        scheduler.second("a", cache_salt=first_request(IDS, "a")[0]["cache_salt"])
-    )
+    assert "salt of its own" in scheduler.refusal(scheduler.second("a", cache_salt=salts[0]))
     assert "49 placeholders" in scheduler.refusal(scheduler.second("a", prompt_token_ids=IDS))
     second = scheduler.second("a")
     assert scheduler.begin(second) == 49 and len(scheduler.requests.take()) == 1
@@ -200,40 +201,25 @@ def test_other_requests_are_refused(scheduler: Scheduler) -> None:
     scheduler.requests.admit(plain)
     assert "cache salt of a document" in scheduler.refusal(plain)
     assert len(scheduler.ledger) == 1
+    scheduler.requests = Requests(saved.engine, Library(None, verify=False), BLOCK)  # without a policy
+    for request in (scheduler.first("a"), scheduler.second("a")):
+        assert "must have a policy" in scheduler.refusal(request)
+
+
+LOGPROBS = "no log probabilities"
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"lora": object()}, "without an adapter"),
-        ({"sampling": SimpleNamespace(prompt_logprobs=1)}, "no log probabilities"),
-        (
-            {"sampling": SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[[5]])},
-            "no log probabilities",
-        ),
+        ({"sampling": SimpleNamespace(prompt_logprobs=1)}, LOGPROBS),
+        ({"sampling": SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[[5]])}, LOGPROBS),
     ],
     ids=["adapter", "best tokens", "given tokens"],
 )
-def test_adapters_and_logprobs_of_prompts_are_refused(
-    scheduler: Scheduler, fields: dict[str, Any], message: str
-) -> None:
+def test_adapters_and_logprobs_are_refused(scheduler: Scheduler, fields: dict[str, Any], message: str) -> None:
     text, params = first_request(IDS, "a")
     request = Request(text["prompt_token_ids"], text["cache_salt"], params, **fields)
     scheduler.requests.admit(request)
     assert message in scheduler.refusal(request) and not len(scheduler.ledger)
-
-
-def test_without_a_policy_all_are_refused(saved: Saved) -> None:
-    found = Scheduler(saved)
-    found.requests = Requests(saved.engine, Library(None, verify=False), BLOCK)
-    assert "must have a policy" in found.refusal(found.first("a"))
-    assert "must have a policy" in found.refusal(found.second("a"))
-
-
-def test_blocks_of_the_two_requests_are_shared_with_nobody(scheduler: Scheduler) -> None:
-    salts = [
-        scheduler.first("a").cache_salt,
-        second_request(IDS, KEPT, "a")[0]["cache_salt"],
-        scheduler.first("b").cache_salt,
-    ]
-    assert len({*salts}) == 3 and all(len(salt) <= 128 and salt.isalnum() for salt in salts)

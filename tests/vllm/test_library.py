@@ -96,32 +96,19 @@ def test_a_folder_may_be_named_by_a_link(folder: Path, tmp_path: Path) -> None:
     assert library.find(str(tmp_path / "link" / "text.safetensors")).kept == 35
 
 
+NO_NAMES = ["../outside", "..", ".", "/", "sub/text", ".hidden", "text\\", "text\0", "a\nb", "", 7, None, ["text"]]
+MISSING = ["missing", "notes", "notes.txt", "text.safetensors.safetensors", "x" * 5000]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "message"),
     [
-        "../outside",
-        "..",
-        ".",
-        "/",
-        "sub/text",
-        ".hidden",
-        "text\\",
-        "text\0",
-        "a\nb",
-        "",
-        7,
-        None,
-        ["text"],
+        *((name, "document must be the name of a document, got") for name in NO_NAMES),
+        *((name, r"document must be one of the folder's \(text\), got") for name in MISSING),
     ],
 )
-def test_what_is_no_name(folder: Path, name: object) -> None:
-    with pytest.raises(KVPolicyError, match="document must be the name of a document, got"):
-        Library(folder, verify=True).path_of(name)
-
-
-@pytest.mark.parametrize("name", ["missing", "notes", "notes.txt", "text.safetensors.safetensors", "x" * 5000])
-def test_what_is_not_in_the_folder(folder: Path, name: str) -> None:
-    with pytest.raises(KVPolicyError, match=r"document must be one of the folder's \(text\), got"):
+def test_what_is_no_name(folder: Path, name: object, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
         Library(folder, verify=True).path_of(name)
 
 
@@ -130,6 +117,8 @@ def test_paths_outside_of_the_folder(folder: Path) -> None:
     for path in (folder.parent / "outside.safetensors", folder / ".." / "outside.safetensors", folder.parent):
         with pytest.raises(KVPolicyError, match="document must be"):
             library.path_of(str(path))
+    with pytest.raises(KVPolicyError, match=r"The folder of documents must exist, got .*; try creating it"):
+        Library(folder / "missing", verify=True)
 
 
 def test_links_lead_to_names_of_the_folder_alone(folder: Path) -> None:
@@ -153,11 +142,6 @@ def test_without_a_folder_paths_are_taken(saved: Saved, tmp_path: Path) -> None:
             library.find(str(missing))
     with pytest.raises(KVPolicyError, match="must be one file, got the folder"):
         library.find(str(tmp_path))
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KVPolicyError, match=r"The folder of documents must exist, got .*; try creating it"):
-        Library(tmp_path / "missing", verify=True)
 
 
 def test_files_are_read_again_when_they_have_changed(
@@ -188,15 +172,21 @@ def test_questions_are_lists_or_tensors_of_ids(question: Any) -> None:
     assert as_ids(question) == [5, 6]
 
 
-@pytest.mark.parametrize("question", ["text", None, [5, -1], [True], [1.5], [[5], [6]], torch.tensor(5), {"a": 1}])
-def test_what_is_no_question(question: Any) -> None:
-    with pytest.raises(KVPolicyError, match="question_ids must be token ids, got"):
-        as_ids(question)
-
-
-@pytest.mark.parametrize("question", [[], (), [[]], torch.tensor([])])
-def test_an_empty_question(question: Any) -> None:
-    with pytest.raises(KVPolicyError, match="question_ids must have at least one token, got none"):
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        *(
+            (question, "question_ids must be token ids, got")
+            for question in ("text", None, [5, -1], [True], [1.5], [[5], [6]], torch.tensor(5), {"a": 1})
+        ),
+        *(
+            (question, "question_ids must have at least one token, got none")
+            for question in ([], (), [[]], torch.tensor([]))
+        ),
+    ],
+)
+def test_what_is_no_question(question: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
         as_ids(question)
 
 

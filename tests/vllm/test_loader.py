@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy import KVPolicyError
 from kvpolicy.hf.cache_file import read
-from kvpolicy.hf.dense_cache import DenseLayer, dense_layers
+from kvpolicy.hf.dense_cache import dense_layers
 from kvpolicy_vllm import loading, read_document
 from kvpolicy_vllm.loading import Heads, Loader, check_own, layers_of
 from kvpolicy_vllm.requests import Load
@@ -65,24 +65,15 @@ def slots_of(start: int, stop: int = 35, blocks: tuple[int, ...] = BLOCKS) -> li
     return [blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(start, stop)]
 
 
-def dense(saved: Saved) -> list[DenseLayer]:
-    return [*dense_layers(read(saved.path), saved.engine.skeleton, "doc")]
-
-
 @pytest.mark.parametrize("start", [0, 16, 32])
 def test_tokens_are_in_the_slots_of_their_blocks(saved: Saved, start: int) -> None:
+    """And nothing is in the blocks of the question."""
     pool = Pool()
-    assert loader_of(saved, pool).load([load_of(saved, start)]) == set()
+    assert loader_of(saved, pool).load([load_of(saved, start, (*BLOCKS, 0, 1))]) == set()
     assert pool.written() == sorted(slots_of(start))
-    for layer in dense(saved):
+    for layer in dense_layers(read(saved.path), saved.engine.skeleton, "doc"):
         for found, wanted in ((pool.keys, layer.keys), (pool.values, layer.values)):
             assert torch.equal(found[layer.layer_idx, slots_of(start)], wanted[:, start:].transpose(0, 1))
-
-
-def test_blocks_of_the_question_are_not_touched(saved: Saved) -> None:
-    pool = Pool()
-    loader_of(saved, pool).load([load_of(saved, blocks=(*BLOCKS, 0, 1))])
-    assert pool.written() == sorted(slots_of(0))
 
 
 def test_tails_come_from_memory(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +182,9 @@ def attention(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**({"kv_cache": None, "sliding_window": None, "impl": impl} | fields))
 
 
+NO_UPDATE = "write .* by do_kv_cache_update .*, got the backend SimpleNamespace; try"
+
+
 def index_of(name: str) -> int:
     return int(name.split(".")[1])
 
@@ -207,11 +201,7 @@ def test_layers_are_found_by_their_index() -> None:
         (attention(sliding_window=128), "be full attention for documents, got a sliding window"),
         (attention(alibi=[0.5]), "have rotary positions for documents, got ALiBi"),
         (attention(kv_sharing_target_layer_name="layers.0.attn"), "have its own cache .*, got a shared one"),
-        (
-            attention(impl=SimpleNamespace()),
-            "write .* by do_kv_cache_update .*, got the backend SimpleNamespace; try",
-        ),
-        (SimpleNamespace(kv_cache=None), "write .* by do_kv_cache_update .*, got the backend SimpleNamespace; try"),
+        *((module, NO_UPDATE) for module in (attention(impl=SimpleNamespace()), SimpleNamespace(kv_cache=None))),
     ],
 )
 def test_layers_that_are_refused(module: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from kvpolicy_vllm import Documents, read_document
 from kvpolicy_vllm.asgi import CHAT, COMPLETION
 from kvpolicy_vllm.middleware import UNANSWERED
 from tests.vllm.asgi_server import AsgiServer
-from tests.vllm.documents import config_of, records, save
+from tests.vllm.models import engine_config, records, save_text
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ANSWER: dict[str, Any] = {"usage": {"prompt_tokens": 0, "completion_tokens": 1, "total_tokens": 1}, "choices": []}
@@ -50,13 +50,13 @@ class Server(AsgiServer):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("documents")
-    save(kvpolicy.tiny(), records(), "keydiff:decode=grow@0.5", path / "report.safetensors")
+    save_text(kvpolicy.tiny(), records(), "keydiff:decode=grow@0.5", path / "report.safetensors")
     return path
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Server:
-    return Server(config_of(kvpolicy.tiny()[0], folder))
+    return Server(engine_config(kvpolicy.tiny()[0], folder))
 
 
 @pytest.fixture(autouse=True)
@@ -132,21 +132,12 @@ def test_other_bodies_pass_unchanged(server: Server, path: str, body: Any) -> No
     assert server.bodies == [body]
 
 
-def test_a_client_that_leaves_asks_nothing(server: Server) -> None:
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    assert server.call(scope, []) == [] and server.bodies == [None]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"document": "other"}, r"one of the folder's \(report\), got 'other'"),
         ({"document": "../report"}, "must be the name of a document"),
-        ({"document": "/etc/passwd"}, "must be the name of a document"),
-        ({"document": ".report"}, "must be the name of a document"),
-        ({"document": 5}, "must be the name of a document"),
         ({"document": None}, "must be the name of a document"),
-        ({"document": "re\x00port"}, "must be the name of a document"),
         ({"messages": []}, "messages must be a list"),
         ({"messages": [{"role": "user", "content": ""}]}, "at least one token"),
         ({"cache_salt": "x"}, "cache_salt must not be set"),
@@ -170,21 +161,22 @@ def test_what_a_document_has_no_answer_to_is_refused(server: Server, changes: An
     assert not server.bodies
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], ["?wolf="], [[1]], [True], 5])
-def test_prompts_of_other_kinds_are_refused(server: Server, prompt: Any) -> None:
-    assert server.post(COMPLETION, {"document": "report", "prompt": prompt})[0] == 400
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        *((COMPLETION, {"prompt": prompt}, "") for prompt in (None, "", [], ["?wolf="], [[1]], [True], 5)),
+        *((path, {}, "must be asked at") for path in UNANSWERED),  # where vLLM would answer without the document
+    ],
+)
+def test_other_prompts_and_paths_are_refused(server: Server, path: str, body: dict[str, Any], message: str) -> None:
+    status, answer = server.post(path, chat(**body))
+    assert status == 400 and message in json.loads(answer)["error"]["message"]
     assert not server.bodies
 
 
-@pytest.mark.parametrize("path", UNANSWERED)
-def test_paths_that_would_answer_without_the_document_are_refused(server: Server, path: str) -> None:
-    status, answer = server.post(path, chat())
-    assert status == 400 and "must be asked at" in json.loads(answer)["error"]["message"]
-    assert not server.bodies
-
-
-def test_nothing_is_looked_at_before_the_keys_of_the_server(folder: Path) -> None:
-    server = Server(config_of(kvpolicy.tiny()[0], folder), keys=["secret", "other"])
+def test_nothing_is_looked_at_before_the_keys_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the environment counts where no argument is."""
+    server = Server(engine_config(kvpolicy.tiny()[0], folder), keys=["secret", "other"])
     for key in ("", "wrong", "secre"):
         server.post(CHAT, chat(document="no such document"), key)
     server.post(CHAT, chat(document="no such document"), "secret", scheme="Basic")
@@ -192,26 +184,20 @@ def test_nothing_is_looked_at_before_the_keys_of_the_server(folder: Path) -> Non
     assert server.post(CHAT, chat(document="no such document"), "secret")[0] == 400
     assert server.post(CHAT, chat(), "other")[0] == 200
     assert server.bodies[-1]["cache_salt"]
-
-
-def test_the_key_of_the_environment_counts_where_no_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    server = Server(config_of(kvpolicy.tiny()[0], folder))
+    server = Server(engine_config(kvpolicy.tiny()[0], folder))
     server.post(CHAT, chat(), "wrong")
     server.post(CHAT, chat(), "secret")
     assert ["document" in body for body in server.bodies] == [True, False]
 
 
-@pytest.mark.parametrize("change", ["connector", "none", "folder"])
-def test_an_engine_without_the_connector_answers_no_document(folder: Path, change: str) -> None:
-    config = config_of(kvpolicy.tiny()[0], None if change == "folder" else folder)
-    if change == "connector":
-        config.kv_transfer_config.kv_connector = "OtherConnector"
-    if change == "none":
-        config.kv_transfer_config = None
-    status, answer = Server(config).post(CHAT, chat())
-    assert status == 400
-    assert ("folder" if change == "folder" else "KVPolicyConnector") in json.loads(answer)["error"]["message"]
+def test_an_engine_without_the_connector_or_a_folder_answers_no_document(folder: Path) -> None:
+    no_folder, other, none = (engine_config(kvpolicy.tiny()[0], each) for each in (None, folder, folder))
+    other.kv_transfer_config.kv_connector = "OtherConnector"
+    none.kv_transfer_config = None
+    for config, word in ((no_folder, "folder"), (other, "KVPolicyConnector"), (none, "KVPolicyConnector")):
+        status, answer = Server(config).post(CHAT, chat())
+        assert status == 400 and word in json.loads(answer)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +217,7 @@ def test_a_reasoning_effort_reaches_the_template_as_in_vllm(
 ) -> None:
     model, tokenizer = kvpolicy.tiny()
     template = TEMPLATE + "{{ reasoning_effort }}-{{ enable_thinking }}"
-    server = Server(config_of(model, folder), template=template, reasoning_effort_map=efforts)
+    server = Server(engine_config(model, folder), template=template, reasoning_effort_map=efforts)
     assert server.post(CHAT, chat(**changes))[0] == 200
     ids = server.bodies[0]["kv_transfer_params"]["prompt_token_ids"]
     kept = read_document(folder / "report.safetensors").kept
@@ -240,7 +226,7 @@ def test_a_reasoning_effort_reaches_the_template_as_in_vllm(
 
 def test_the_template_of_the_server_may_be_a_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    config = config_of(kvpolicy.tiny()[0], folder)
+    config = engine_config(kvpolicy.tiny()[0], folder)
     assert Server(config, template=str(tmp_path / "template.jinja")).post(CHAT, chat())[0] == 200
     assert "must be a file" in str(Server(config, template="none.jinja").post(CHAT, chat())[1])
     assert "must have a chat template" in str(Server(config, template=None).post(CHAT, chat())[1])

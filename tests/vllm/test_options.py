@@ -1,4 +1,7 @@
-"""Engines with other options and models than most tests have; each test starts its own, since two would share."""
+"""Engines of many models and options answer about documents as kvpolicy does, token for token.
+
+Each test starts its own, since two would share.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,25 @@ import torch
 from kvpolicy import KVPolicyError
 from kvpolicy_vllm import prompt
 from tests.vllm.engines import about, answers, ask, engine, free_blocks, plain, reasons, sampling, scheduler_of
-from tests.vllm.models import LONG, POLICY, Served, answer, make_model, make_question, make_text, save, short
+from tests.vllm.models import (
+    EMBEDDED,
+    FAMILIES,
+    LONG,
+    MORE,
+    POLICY,
+    Answer,
+    Served,
+    answer,
+    answer_of_decoded,
+    close,
+    make_model,
+    make_question,
+    make_text,
+    save,
+    short,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-
-def test_without_a_prefix_cache(served: Served) -> None:
-    with engine(served.folder / "model", enable_prefix_caching=False) as llm:
-        requests = [about(*each, llm) for each in served.asked]
-        for _ in range(2):
-            assert short(answers(llm, requests)) == short(served.wanted)
 
 
 def test_speculation_by_ngrams(served: Served) -> None:
@@ -40,9 +52,48 @@ def test_speculation_by_ngrams(served: Served) -> None:
             assert reasons(ask(llm, [refused, requests[1]])) == ["error", "length"]
 
 
-@pytest.mark.parametrize("block_size", [64, 128])
-def test_other_blocks(served: Served, block_size: int) -> None:
-    with engine(served.folder / "model", block_size=block_size) as llm:
+PLAIN = ["kvzip:decode=grow@0.5", "keydiff:decode=grow@0.3"]
+CODED = ["snapkv:decode=grow+tokenwise@0.5", "snapkv:decode=grow+kivi@0.5"]
+UNROTATED = ["kvzip:decode=grow+csr@0.5", "kvzip:decode=grow+kvquant@0.5"]
+"""Codecs whose dictionaries ship for the embedded model, and which hold keys without their rotation."""
+
+CASES = [
+    ("tiny", True, [*PLAIN, *CODED, *UNROTATED]),
+    ("tiny", False, [*PLAIN, *CODED]),
+    *((family, True, [*PLAIN, *CODED]) for family in (EMBEDDED[1], *FAMILIES)),
+    *((family, True, PLAIN) for family in MORE),
+    ("stablelm", False, PLAIN),
+]
+TEXTS = [90, 128, 200]
+"""Tokens of documents, of which kept tokens fill a block, or end in the middle of one."""
+
+
+@pytest.mark.parametrize(("family", "eager", "policies"), CASES, ids=[f"{name}-{eager}" for name, eager, _ in CASES])
+def test_answers_are_those_of_kvpolicy(family: str, eager: bool, policies: list[str], tmp_path: Path) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "model")
+    asked: list[tuple[Path, list[int]]] = []
+    wanted: list[Answer] = []
+    for number, policy in enumerate(policies):
+        # A cache of kvpolicy would code the question too.
+        reference = answer if policy in PLAIN else answer_of_decoded
+        for tokens in TEXTS:
+            path = save(model, policy, make_text(model, tokens, number), tmp_path / f"{number}-{tokens}.safetensors")
+            for record in ("wolf", "gold"):
+                question = make_question(model, record)
+                asked.append((path, question))
+                wanted.append(reference(model, policy, path, question))
+    with engine(tmp_path / "model", enforce_eager=eager) as llm:
+        requests = [about(path, question, llm) for path, question in asked]
+        assert close(answers(llm, requests), wanted)
+        assert close(answers(llm, requests), wanted)  # now from the prefix cache
+        without = answers(llm, [plain(question) for _, question in asked])
+    assert all(one.tokens != other.tokens for one, other in zip(without, wanted, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"block_size": 64}, {"block_size": 128}])
+def test_without_a_prefix_cache_and_with_other_blocks(served: Served, options: dict[str, Any]) -> None:
+    with engine(served.folder / "model", **options) as llm:
         for _ in range(2):
             assert short(answers(llm, [about(*each, llm) for each in served.asked])) == short(served.wanted)
 

@@ -67,12 +67,9 @@ def test_other_policies_are_refused(policy: str, message: str) -> None:
 
 @pytest.mark.parametrize("value", ["0.5", "-1", "many", "", 1.5])
 def test_counts_must_be_counts(value: object) -> None:
-    with pytest.raises(KVPolicyError, match="KVPOLICY_THRESHOLD must be a number"):
-        Recipe.parse("window@0.2", threshold=value)
-    with pytest.raises(KVPolicyError, match="KVPOLICY_PREFILLS must be a number"):
-        Recipe.parse("window@0.2", prefills=value)
-    with pytest.raises(KVPolicyError, match="KVPOLICY_LEAST must be a number"):
-        Recipe.parse("window@0.2", least=value)
+    for name in ("threshold", "prefills", "least"):
+        with pytest.raises(KVPolicyError, match=f"KVPOLICY_{name.upper()} must be a number"):
+            Recipe.parse("window@0.2", **{name: value})
     with pytest.raises(KVPolicyError, match="at least 1"):
         Recipe.parse("window@0.2", prefills=0)
 

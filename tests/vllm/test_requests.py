@@ -83,9 +83,6 @@ def test_a_request_loads_what_is_not_in_the_prefix_cache(saved: Saved, requests:
         assert begun(requests, request, computed) == 35 - computed
         wanted = Load(request.request_id, str(saved.path), found.digest, 35, computed, (3, 9, 4))
         assert requests.take() == [wanted] and requests.take() == []
-
-
-def test_a_request_whose_document_is_computed_loads_nothing(saved: Saved, requests: Requests) -> None:
     request = about(saved, range(3, 40))
     requests.admit(request)
     for computed in (48, 64):
@@ -145,13 +142,6 @@ def test_forgotten_requests_leave_nothing(saved: Saved, requests: Requests) -> N
     assert not requests._known and not requests._computed
 
 
-def test_what_sets_requests_apart_is_undone(saved: Saved, requests: Requests) -> None:
-    """A request of which nothing were read from the prefix cache would get nothing from outside either."""
-    request = about(saved, skip=True)
-    requests.admit(request)
-    assert request.skip_reading_prefix_cache is False
-
-
 def test_requests_that_are_refused(saved: Saved, requests: Requests, tmp_path: Path) -> None:
     good = about(saved)
     ids = good.prompt_token_ids or []
@@ -184,16 +174,19 @@ def test_requests_that_are_refused(saved: Saved, requests: Requests, tmp_path: P
         assert reason in refusal(requests, request)
         assert request.skip_reading_prefix_cache is False
         assert not (request.cache_salt or "").startswith(SALT)
+    # One of which nothing were read from the prefix cache would get nothing from outside either.
+    admitted = about(saved, skip=True)
+    requests.admit(admitted)
+    assert admitted.skip_reading_prefix_cache is False
 
 
-def test_a_document_of_another_model_is_refused(saved: Saved) -> None:
-    config = saved.model.config.__class__(**(saved.model.config.to_dict() | {"num_hidden_layers": 5}))
-    requests = Requests(Engine(config, "nowhere", 256), Library(None, verify=False), BLOCK)
-    assert "with 3 layers instead of 5; make the document with" in refusal(requests, about(saved)).replace(")", "")
-
-
-def test_whatever_goes_wrong_is_a_refusal(saved: Saved, requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_and_whatever_goes_wrong_are_refusals(
+    saved: Saved, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An exception would end the engine."""
+    config = saved.model.config.__class__(**(saved.model.config.to_dict() | {"num_hidden_layers": 5}))
+    others = Requests(Engine(config, "nowhere", 256), Library(None, verify=False), BLOCK)
+    assert "with 3 layers instead of 5; make the document with" in refusal(others, about(saved)).replace(")", "")
 
     def fail(_: object) -> Any:
         raise MemoryError("no memory")

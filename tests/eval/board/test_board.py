@@ -1,19 +1,21 @@
-"""The board: what it compares, what it measures once, and what it shows of it."""
+"""The board: what it compares, what it measures once and asks other libraries, and what it shows of it."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
+import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import kvpolicy
-from kvpolicy import H2O, Policy, registry
+from kvpolicy import H2O, registry
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.embedded_names import EmbeddedName
 from kvpolicy.text.errors import KVPolicyError
@@ -22,12 +24,15 @@ from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import DOCS, MARKED, SHARES, Board, Cell, accuracy, is_below_chance
 from kvpolicy_eval.board.order import LEAST, order
 from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, row, tables, top
-from kvpolicy_eval.board.peers import PEERS
+from kvpolicy_eval.board.peers import METHODS, PEERS, PeerEvaluator
 from kvpolicy_eval.board.policies import CODECS, SELECTOR, Entry, entries, kind_of
 from kvpolicy_eval.board.rows import write_rows
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.intervals import interval
 from kvpolicy_eval.data.tasks import draw_prompts
+from kvpolicy_eval.peers import theirs
+from kvpolicy_eval.peers.process import Failed
+from kvpolicy_lm_eval.data.modes import MODES, place, second_question
 from tests.eval.pages import first_lines, page_with, text_at
 
 ASSETS = Path(__file__).parents[3] / "docs" / "assets"
@@ -43,9 +48,6 @@ def test_every_method_is_on_the_board() -> None:
         for name in set(names) - {"uniform", "even", "drop", "plain", "all"}:
             assert name in specs, name
     assert len({entry.name for entry in listed}) == len(listed)
-    for entry in listed:
-        assert str(Policy.parse(entry.at(0.1)))
-    assert all("{" not in entry.at(0.1) for entry in listed)
     assert any("tiny-4k" in entry.spec for entry in entries("tiny-4k"))
 
 
@@ -108,21 +110,16 @@ def test_a_refusal_is_kept_and_listed(board: Board) -> None:
 def test_a_row_has_all_modes_and_the_largest_cost(board: Board) -> None:
     for mode in ("inside", "after"):
         board.cell(Cell(SNAPKV, 0.1, mode, 512))
-    assert row(board, SNAPKV, 0.1, 512)[2:6] == ["0.50 (.25-.75)", "0.50 (.25-.75)", "", ""]
+    halves = ["0.50 (.25-.75)", "0.50 (.25-.75)"]
+    assert row(board, SNAPKV, 0.1, 512)[2:6] == [*halves, "", ""]
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == []
     board.cell(Cell(SNAPKV, 0.1, "second", 512))
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == [pictures.Point(SNAPKV, 0.1, 0.5)]
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "moved")[0].cost == 0.05
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
     board._keep("time snapkv at 0.1", {"ratio": 0.5, "low": 0.4, "high": 0.6})
-    assert row(board, SNAPKV, 0.1, 512) == [
-        "`snapkv`",
-        "selector",
-        "0.50 (.25-.75)",
-        "0.50 (.25-.75)",
-        "0.50 (.22-.78)",
-        "0.50 (.34-.66)",
-        "",
-        "0.10",
-        "0.05",
-        "0.50",
-    ]
+    rest = ["0.50 (.22-.78)", "0.50 (.34-.66)", "", "0.10", "0.05", "0.50"]
+    assert row(board, SNAPKV, 0.1, 512) == ["`snapkv`", "selector", *halves, *rest]
 
 
 def test_the_best_policies_of_a_budget_hold_no_more_than_it(board: Board) -> None:
@@ -144,14 +141,9 @@ def test_the_best_policies_of_a_budget_hold_no_more_than_it(board: Board) -> Non
 def test_what_answers_less_than_chance_is_marked(board: Board, tmp_path: Path) -> None:
     """At the same tokens, budget and place of the question, where `random` has a result; nothing else is compared."""
     chance, h2o, tova = (Entry(name, "selector") for name in ("random", "h2o", "tova"))
-    answers = {
-        (chance, "inside"): 2,
-        (SNAPKV, "inside"): 1,
-        (h2o, "inside"): 2,
-        (tova, "after"): 0,
-        (QUEST, "inside"): 0,
-    }
-    for (entry, mode), right in answers.items():
+    inside = {chance: 2, SNAPKV: 1, h2o: 2, QUEST: 0}
+    answers = [*((entry, "inside", right) for entry, right in inside.items()), (tova, "after", 0)]
+    for entry, mode, right in answers:
         board._keep(Cell(entry, 0.1, mode, 512).key(4, "tiny"), {"right": {"recall": right}, "docs": 4})
     board._keep(Cell(tova, 0.2, "inside", 512).key(4, "tiny"), {"right": {"recall": 0}, "docs": 4})
     listed = [chance, SNAPKV, h2o, tova, QUEST]
@@ -165,21 +157,15 @@ def test_what_answers_less_than_chance_is_marked(board: Board, tmp_path: Path) -
     assert found[4].startswith("| 10% | `snapkv` 0.25 (.05-.70)† |") and MARKED in found
     write_rows(tmp_path / "rows.csv", board, listed, [0.1])
     with (tmp_path / "rows.csv").open(newline="") as file:
-        assert {line["policy"]: line["below"] for line in csv.DictReader(file)} == {
-            "random": "",
-            "snapkv": "inside",
-            "h2o": "",
-            "tova": "",
-            "full+quest:read=0.1": "",
-        }
+        below = {line["policy"]: line["below"] for line in csv.DictReader(file)}
+    assert below == dict.fromkeys(("random", "h2o", "tova", "full+quest:read=0.1"), "") | {"snapkv": "inside"}
 
 
 def test_methods_of_other_libraries_that_are_refused_alike_are_one_row(board: Board) -> None:
     for entry in PEERS[:3]:
         for share in (0.1, 0.05):
-            board.known[Cell(entry, share, "inside", 512).key(4, "tiny")] = {
-                "refused": f"It holds {entry is PEERS[0]}."
-            }
+            found = {"refused": f"It holds {entry is PEERS[0]}."}
+            board.known[Cell(entry, share, "inside", 512).key(4, "tiny")] = found
     assert peer_refusals(board, PEERS, [0.1, 0.05], [512]).splitlines()[2:] == [
         f"| `{PEERS[0].spec}` | 512 tokens at 10%, 5% | It holds True. |",
         f"| `{PEERS[1].spec}`, `{PEERS[2].spec}` | 512 tokens at 10%, 5% | It holds False. |",
@@ -224,16 +210,6 @@ def test_nothing_measured_has_no_accuracy() -> None:
     assert accuracy([{"right": {"recall": 1}, "docs": 2}, {"refused": "no"}]) is None
 
 
-def test_points_need_every_mode_and_a_cost(board: Board) -> None:
-    for mode in ("inside", "after"):
-        board.cell(Cell(SNAPKV, 0.1, mode, 512))
-    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == []
-    board.cell(Cell(SNAPKV, 0.1, "second", 512))
-    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == [pictures.Point(SNAPKV, 0.1, 0.5)]
-    assert pictures.points(board, [SNAPKV], [0.1], 512, "moved")[0].cost == 0.05
-    assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
-
-
 def test_the_order_of_policies_is_compared_between_lengths(tmp_path: Path) -> None:
     board = Board(tmp_path / "results.jsonl", {1024: 40, 512: 40}, "tiny")
     listed = [Entry(f"p{number}", "selector") for number in range(LEAST)]
@@ -253,14 +229,9 @@ def test_the_full_cache_by_place_of_the_question(board: Board) -> None:
 
 def test_the_frontier_equals_a_search_over_all_pairs() -> None:
     given = [pictures.Point(FULL, cost % 7, (cost * 5 % 11) / 11) for cost in range(30)]
-    best = {
-        (p.cost, p.answers)
-        for p in given
-        if not any(
-            q.cost <= p.cost and q.answers >= p.answers and (q.cost, q.answers) != (p.cost, p.answers) for q in given
-        )
-    }
-    assert {(p.cost, p.answers) for p in pictures.frontier(given)} == best
+    pairs = {(point.cost, point.answers) for point in given}
+    best = {one for one in pairs if not any(b != one and b[0] <= one[0] and b[1] >= one[1] for b in pairs)}
+    assert {(point.cost, point.answers) for point in pictures.frontier(given)} == best
 
 
 def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,11 +241,9 @@ def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.C
     main(arguments)
     assert "| `snapkv` | selector | 0.50" in capsys.readouterr().out
     assert "| 10% | `snapkv` 0.50 (.25-.75) | `snapkv` 0.50 (.25-.75) |" in page.read_text()
-    filed = list(csv.DictReader(board.results.with_suffix(".csv").read_text().splitlines()))
-    assert [(line["policy"], line["inside"], line["step"]) for line in filed] == [
-        ("full", "1", ""),
-        ("snapkv", "0.5", ""),
-    ]
+    filed = csv.DictReader(board.results.with_suffix(".csv").read_text().splitlines())
+    shown = [[line[key] for key in ("policy", "inside", "step")] for line in filed]
+    assert shown == [["full", "1", ""], ["snapkv", "0.5", ""]]
     assert (tmp_path / "board-512.svg").read_text().startswith("<?xml")
     measured = [json.loads(line)["key"] for line in board.results.read_text().splitlines()]
     assert len(measured) == len(set(measured)) == 7
@@ -317,16 +286,6 @@ def test_the_page_says_how_much_padding_adds_to_a_budget() -> None:
     assert f"up to {max(tasks):.0%}".replace("%", " %") + " in one task" in page
 
 
-def test_snapkv_answers_as_that_of_kvpress_with_the_same_window() -> None:
-    """Before a budget is as small as to shrink our window, the comparison is one of the method."""
-    board = Board(ASSETS / "board.jsonl", DOCS, "tiny-4k")
-    theirs = next(entry for entry in PEERS if "window_size=8" in entry.spec)
-    for length in (512, 1024):
-        both = [Cell(entry, 0.1, "inside", length) for entry in (theirs, Entry("snapkv:window=8", "selector"))]
-        one, other = (accuracy([board.known_cell(cell) or {}]) for cell in both)
-        assert one and other and abs(one.mean - other.mean) < 0.03
-
-
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mine(H2O):
@@ -345,14 +304,112 @@ def test_listed_parts_have_the_kind_of_their_section() -> None:
 
 
 def test_an_own_selector_is_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", f"{__name__}:Mine", "kvpolicy.selectors")
-    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
+    known = registry._load
     monkeypatch.setattr(
-        registry, "_load", lambda name, target, load=registry._load: Mine if name == "mine" else load(name, target)
+        registry, "_entry_points", lambda: [EntryPoint("mine", f"{__name__}:Mine", "kvpolicy.selectors")]
     )
+    monkeypatch.setattr(registry, "_load", lambda name, target: Mine if name == "mine" else known(name, target))
     registry._table.cache_clear()
     try:
         assert kind_of("mine") == "selector"
         assert kind_of("mine+kivi") == kind_of("squeeze+mine") == "combination"
     finally:
         registry._table.cache_clear()
+
+
+PRESS = PEERS[0]
+ADAKV = next(entry for entry in PEERS if "Ada" in entry.spec)
+TOVA = Entry("TOVAPress()", "kvpress")
+TOKEN_BYTES = 2 * 8 * 4 * 32 * 4
+"""Keys and values, layers, KV heads, channels, fp32."""
+
+
+class Peer:
+    """Answers recall alone, holds what it may, or everything as AdaKV, and fails as TOVA."""
+
+    def __init__(self, docs: int, mode: str) -> None:
+        _, self.tokenizer = kvpolicy.tiny()
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self.compressed: dict[tuple[int, ...], str] = {}
+        self.asked: list[dict[str, Any]] = []
+        for task, prompts in draw_prompts(docs, 512).items():
+            for prompt in prompts:
+                if mode == "second" and second_question(prompt) is None:
+                    continue
+                placed = place(prompt, mode)
+                ids = tuple(self.tokenizer(placed.compressed + placed.fed).input_ids)
+                self.compressed[ids] = placed.compressed
+                if task == "recall":
+                    self.answers[ids] = self.tokenizer(placed.answer, add_special_tokens=False).input_ids
+
+    def ask(self, do: str, **asked: Any) -> dict[str, Any]:
+        if do == "load":
+            assert (Path(asked["path"]) / "model.safetensors").exists() and asked["dtype"] == "float32"
+            return {}
+        self.asked.append(asked)
+        if asked["method"] == "tova":
+            raise Failed("ValueError: too short")
+        ids = tuple(asked["ids"][0])
+        new = asked["new"]
+        full = (len(ids) + new - 1) * TOKEN_BYTES
+        return {"ids": self.answers.get(ids, [0] * new), "held": full if "ada" in asked["method"] else asked["limit"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_peer_gets_the_prompts_of_the_board_and_the_bytes(mode: str) -> None:
+    peer: Any = Peer(2, mode)
+    right, held = PeerEvaluator(peer, 2, 512, "tiny").accuracy(PRESS.spec, 0.1, mode)
+    assert right == {task: float(task == "recall") for task in right} and ("passkey" in right) == (mode != "second")
+    assert held == pytest.approx(0.1, abs=1e-4)
+    for asked in peer.asked:
+        ids = asked["ids"][0]
+        after = asked["after"]
+        assert asked["limit"] == int(0.1 * (len(ids) + asked["new"] - 1) * TOKEN_BYTES)
+        assert asked["method"] == METHODS[PRESS.spec]
+        text = peer.tokenizer.decode(ids[:-after] if after else ids, skip_special_tokens=True)
+        whole = peer.compressed[tuple(ids)]
+        # The last token of few_shot's questions is held back, since its answers have a single token.
+        assert text == whole if asked["new"] > 1 or mode != "inside" else whole.startswith(text) and after == 1
+
+
+def test_what_holds_more_or_fails_has_no_row_and_its_reason_is_listed(tmp_path: Path) -> None:
+    peer: Any = Peer(1, "inside")
+    board = Board(tmp_path / "results.jsonl", {512: 1}, "tiny", peer)
+    for entry in (PRESS, ADAKV, TOVA):
+        board.cell(Cell(entry, 0.2, "inside", 512))
+    assert row(board, PRESS, 0.2, 512)[:3] == [f"`{PRESS.spec}`", "kvpress", "0.17 (.03-.56)"]
+    assert row(board, ADAKV, 0.2, 512)[2:6] == row(board, TOVA, 0.2, 512)[2:6] == ["", "", "", ""]
+    assert peer_refusals(board, [PRESS, ADAKV, TOVA], [0.2], [512]).splitlines()[2:] == [
+        f"| `{ADAKV.spec}` | 512 tokens at 20% | It holds 100.0% of the full cache's bytes. |",
+        "| `TOVAPress()` | 512 tokens at 20% | ValueError: too short |",
+    ]
+
+
+def test_without_a_peer_its_cells_are_refused_and_the_command_measures_none(tmp_path: Path) -> None:
+    board = Board(tmp_path / "results.jsonl", {512: 1}, "tiny")
+    with pytest.raises(ValueError, match="--peers"):
+        board.cell(Cell(PRESS, 0.2, "inside", 512))
+    main(["--results", str(board.results), "--only", PRESS.spec, "--no-times"])
+    assert not board.results.exists()
+    with pytest.raises(ValueError, match="no environment of the peers"):
+        main(["--results", str(board.results), "--peers", "--env", str(tmp_path / "none"), "--no-times"])
+
+
+@pytest.mark.parametrize("entry", PEERS)
+def test_the_code_of_a_row_is_what_the_peer_makes(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of `theirs` makes the press, or the cache, that the row names."""
+
+    def recorded(name: str) -> Any:
+        return lambda *args, compression_ratio=None, **options: (
+            f"{name}({', '.join([*args, *(f'{key}={value}' for key, value in options.items())])})"
+        )
+
+    fake: Any = ModuleType("kvpress")
+    for name in [*theirs.PRESSES.values(), "AdaKVPress"]:
+        setattr(fake, name, recorded(name))
+    monkeypatch.setitem(sys.modules, "kvpress", fake)
+    parts = METHODS[entry.spec].split("+")
+    made = [theirs.press_of(parts.pop(0), 0.5)] if entry.kind != "transformers" else []
+    for backend, bits in (quant.split("-") for quant in parts):
+        made.append(f"QuantizedCache('{backend}', nbits={bits})")
+    assert ", ".join(made) == entry.spec

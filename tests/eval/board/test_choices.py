@@ -1,20 +1,27 @@
-"""The best policies by situation: what is compared, in which order, and that the page has it."""
+"""What pages recommend and compare: policies by situation, by the place of the question, and in long walks."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import kvpolicy
+from kvpolicy import registry
+from kvpolicy.embedded import tiny
 from kvpolicy_eval.board import walk
 from kvpolicy_eval.board.__main__ import main
-from kvpolicy_eval.board.cells import DOCS, Board, Cell
+from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell
 from kvpolicy_eval.board.choices import PLACE, SITUATIONS, tables
+from kvpolicy_eval.board.places import OVERVIEW, compared, page_table, shown_length
+from kvpolicy_eval.board.places import PLACE as PLACES
 from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.walk import Walk, measure, policies, rows, texts
 from kvpolicy_eval.common.markdown import pages_with
 from kvpolicy_eval.common.results import Known, read_results
+from kvpolicy_eval.methods.plan import DEFAULTS, methods
 from tests.eval.pages import cells, first_lines, page_with, text_at
 
 ROOT = Path(__file__).parents[3]
@@ -158,3 +165,171 @@ def test_the_page_has_what_the_results_give(tmp_path: Path) -> None:
         assert len(rows) == 3
         for spec, *_ in rows:
             assert str(kvpolicy.Policy.parse(spec))
+
+
+TASKS = ["recall", "needles"]
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Board:
+    """A board on which every policy answers half of the prompts of 512 tokens at 10 %, with the question after them."""
+    made = Board(tmp_path / "results.jsonl", {512: 4, 4096: 2}, "tiny-4k")
+    for entry in entries("tiny-4k"):
+        cell = Cell(entry, 0.1, "after", 512)
+        made._keep(cell.key(4, made.model), {"right": dict.fromkeys(TASKS, 2), "docs": 4, "held": 0.1, "moved": 0.1})
+    return made
+
+
+def test_a_method_is_compared_with_its_base() -> None:
+    defaults = {"uniform", "even", "drop", "plain", "all"}
+    listed = entries()
+    for name in methods():
+        specs = [entry.spec for entry in compared(name, listed)]
+        assert len(set(specs)) == len(specs), name
+        assert name in defaults or any(name in re.split("[+/:]", spec) for spec in specs)
+        assert len(specs) > 1 or name in defaults
+
+
+def test_a_table_has_what_is_known_and_nothing_else(halves: Board) -> None:
+    listed = entries("tiny-4k")
+    text = page_table("kivi", halves, listed, [0.2, 0.1, 0.02])
+    assert text.startswith("| policy | inside, 20% | inside, 10% | after, 20% | after, 10% |\n")
+    assert cells(text) == [
+        ["snapkv", "", "", "", "0.50"],
+        ["snapkv+kivi:bits=2", "", "", "", "0.50"],
+    ]
+    assert "prompts of 512 tokens, ±0.20" in text and "(../board.md)" in text and "Empty: not measured" in text
+    assert f"<!-- {len(listed)} results -->" in text
+    kivi = next(entry for entry in listed if "kivi" in entry.spec)
+    for share, mode, result in (
+        (0.2, "inside", {"refused": "too small"}),
+        (0.2, "after", {"right": {"recall": 0}, "docs": 4, "held": 0.1, "moved": 0.1}),
+    ):
+        halves._keep(Cell(kivi, share, mode, 512).key(4, halves.model), result)
+    more = page_table("kivi", halves, listed, [0.2, 0.1])
+    assert cells(more) == [cells(text)[0], ["snapkv+kivi:bits=2", "", "", "0.00", "0.50"]]
+
+
+def test_answers_below_chance_are_marked(halves: Board) -> None:
+    listed = entries("tiny-4k")
+    assert "†" not in page_table("tova", halves, listed, [0.1])
+    tova = next(entry for entry in listed if entry.spec == "tova")
+    lower = {"right": {"recall": 1, "needles": 0}, "docs": 4, "held": 0.1, "moved": 0.1}
+    halves._keep(Cell(tova, 0.1, "after", 512).key(4, halves.model), lower)
+    text = page_table("tova", halves, listed, [0.1])
+    assert cells(text)[-1] == ["tova", "", "0.12†"] and text.count("†") == 2
+    assert "†: fewer right answers than `random`." in text
+
+
+def test_the_full_cache_has_no_budget(halves: Board) -> None:
+    text = page_table("full", halves, entries("tiny-4k"), [0.2, 0.1])
+    assert cells(text)[-1] == ["full", "", "", "0.50", "0.50"]
+
+
+def test_the_longer_prompts_are_shown_if_every_policy_has_half_of_its_results(halves: Board) -> None:
+    halves.docs[1024] = 4
+    found = compared("kivi", entries("tiny-4k"))
+    for entry in found:
+        assert shown_length(halves, found, [0.1]) == 512
+        cell = Cell(entry, 0.1, "inside", 1024)
+        halves._keep(cell.key(4, halves.model), {"right": {"recall": 1}, "docs": 4})
+    assert shown_length(halves, found, [0.1]) == 1024
+
+
+def test_the_command_fills_every_page_of_a_tree(halves: Board, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "methods").mkdir(parents=True)
+    filled = [page_with(tmp_path / name, "places") for name in ("README.md", "docs/methods/h2o.md")]
+    (tmp_path / "docs" / "other.md").write_text("# Other\n")
+    sizes = ["--lengths", "512", "--n", "4"]
+    main(["--results", str(halves.results), "--page-only", *sizes, "--fill-places", str(tmp_path)])
+    overview, of_h2o = ([row[0] for row in cells(page.read_text())] for page in filled)
+    assert overview == list(OVERVIEW) and of_h2o == ["window", "snapkv", "h2o", "caote/h2o"]
+    assert (tmp_path / "docs" / "other.md").read_text() == "# Other\n"
+
+
+def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
+    """Of the results that were known when a page was filled: others may be added to the file later."""
+    found = pages_with(ROOT, PLACES)
+    names = {page.stem for page in found}
+    assert names >= {*registry.SELECTORS, *registry.CODECS, "README"} - set(DEFAULTS)
+    for page in found:
+        text = text_at(page, PLACES)
+        count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
+        board = Board(first_lines(RESULTS, count, tmp_path), DOCS, "tiny-4k")
+        assert text == page_table(page.stem, board, entries("tiny-4k"), sorted(SHARES, reverse=True)), page
+        assert cells(text), page
+
+
+SMALL = Walk(records=5, passes=4, first=2, walks=2, model="tiny")
+
+
+def test_every_answer_is_that_of_a_record_told_before() -> None:
+    tokenizer = tiny()[1]
+    given = texts(SMALL, tokenizer)
+    text = tokenizer.decode(given.prompt[1], skip_special_tokens=True)
+    text += "".join(tokenizer.decode(step[1]) for step in given.steps)
+    table = dict[str, str]()
+    asked = list[str]()
+    for line in text.splitlines()[:-1]:
+        key, value = line.split("=")
+        if key.startswith("?"):
+            assert table[key[1:]] == value
+            asked.append(key[1:])
+        else:
+            table[key] = value
+    assert len(table) == 10 and len(asked) == 20
+    passes = [set(asked[start : start + 5]) for start in range(0, 20, 5)]
+    assert passes[0] == passes[1] == passes[3] and passes[2] == set(table) - passes[0]
+    assert text.splitlines()[-1] == f"?{asked[0]}=", "what is fed after the last answer is not answered"
+    assert given.prompt.shape[1] + given.new == len(tokenizer(text).input_ids)
+
+
+def test_the_full_cache_answers_everything_and_a_window_what_it_holds() -> None:
+    model, tokenizer = tiny()
+    given = texts(SMALL, tokenizer)
+    full = measure(SMALL, "full", 0.1, model, given)
+    assert full == {"right": [20, 20], "passes": [1.0] * 4, "held": 1.0}
+    window = measure(SMALL, "window", 0.1, model, given)
+    assert sum(window["right"]) < 20 and window["held"] <= 0.1
+    assert "refused" in measure(SMALL, "window", 0.001, model, given)
+
+
+def test_what_answers_less_than_chance_is_marked() -> None:
+    known = {
+        SMALL.key(name, 0.1): {"right": right}
+        for name, right in (("random", [4, 6]), ("h2o", [5, 5]), ("tova", [4, 5]))
+    }
+    found = cells(rows(SMALL, known, ["h2o", "random", "tova"], [0.1]))
+    assert [row[0] for row in found if any("†" in cell for cell in row)] == ["tova"] and len(found) == 3
+    assert "†" not in rows(SMALL, known, ["h2o", "random"], [0.1])
+    assert "†" not in rows(SMALL, {SMALL.key("tova", 0.1): {"right": [0, 0]}}, ["tova"], [0.1])
+
+
+def test_a_run_continues_and_fills_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "walk.jsonl"
+    page = page_with(tmp_path / "page.md", "walk")
+    options = ["--records", "4", "--passes", "5", "--n", "1", "--shares", "0.2", "0.3", "--results", str(results)]
+    walk.main([*options, "--only", "full", "window"])
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 4
+    monkeypatch.setattr(walk, "measure", lambda *_: {"refused": "why"})
+    walk.main([*options, "--only", "full", "window", "h2o", "--fill", str(page)])
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert [line["key"].split()[0] for line in lines[4:]] == ["h2o", "h2o"] and lines[4]["refused"] == "why"
+    filled = page.read_text(encoding="utf-8")
+    assert "| `full` | 1.00 (1.00-1.00) | 1.00 (1.00-1.00) | 1.00 | 1.00 |" in filled
+    assert "h2o" not in filled and "| policy | 30% | 20% | prompt's ring at last, 20% | other ring, 20% |" in filled
+    capsys.readouterr()
+
+
+def test_all_selectors_and_mergers_are_listed_once() -> None:
+    listed = policies()
+    assert len(set(listed)) == len(listed) and {"full", "keyformer", "h2o+d2o", "qfilters:file=tiny-4k"} <= {*listed}
+    assert rows(SMALL, {}, listed, [0.1]).count("\n| `") == 0
+
+
+def test_a_page_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        walk.main(["--results", str(tmp_path / "none.jsonl"), "--page-only"])
+    assert "--results must be an existing file with --page-only" in capsys.readouterr().err

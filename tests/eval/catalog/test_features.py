@@ -41,8 +41,8 @@ def mixes_layers(family: str) -> bool:
 SHARDED = {*NAMED, *(MORE.keys() & FOUND.families.keys())}
 RUN: dict[str, set[str]] = {
     "padding": cases(test_models.test_methods_and_families),
-    "beams": cases(test_features.test_beams),
-    "chunks": cases(test_features.test_chunks),
+    "beams": cases(test_features.test_beams_and_chunks),
+    "chunks": cases(test_features.test_beams_and_chunks),
     "tiles": cases(test_tiles.test_every_family),
     "compile": {*cases(test_compile.test_families), "llama"},  # test_one_graph_for_all_steps is of llama
     "deepspeed": SHARDED,
@@ -62,24 +62,6 @@ def test_a_yes_is_a_case_of_a_test(name: str) -> None:
 def test_every_feature_and_every_family_is_compared() -> None:
     assert [feature.name for feature in FOUND.features] == [*RUN]
     assert FOUND.families.keys() == {*FAMILIES, *UNNAMED} | SHARDED
-
-
-def test_a_cell_is_yes_or_empty() -> None:
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in FOUND.table().splitlines()]
-    (gemma,) = (cells for cells in lines if cells[1] == "`gemma2`")
-    assert dict(zip(lines[0], gemma, strict=True)) == {
-        "models": "Gemma 2",
-        "family": "`gemma2`",
-        "padding": "yes",
-        "beams": "yes",
-        "chunks": "yes",
-        "tiles": "yes",
-        "compile": "",
-        "tensor parallel, DeepSpeed": "",
-        "tensor parallel, transformers": "yes",
-        "offload": "yes",
-        "hybrid layers": "yes",
-    }
 
 
 @pytest.mark.parametrize(

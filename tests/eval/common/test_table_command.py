@@ -1,4 +1,4 @@
-"""The command of a room of tables, and the pages that its tables name."""
+"""The command of a room of tables, the pages that its tables name, and files of results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvpolicy_eval.bench.__main__ import TABLES as BENCH
 from kvpolicy_eval.common.markdown import has_place
+from kvpolicy_eval.common.results import keep_result, read_results
 from kvpolicy_eval.common.table import Table
 from kvpolicy_eval.tables.__main__ import TABLES, main
 from tests.eval.pages import page_with
@@ -94,3 +95,33 @@ def test_wrong_usage_is_said_in_a_sentence(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tail", ["", '{"key": "b", "x": 0.', "{", '{"k', '{"key": "é'])
+def test_a_line_that_was_cut_off_is_measured_again(tail: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    known = read_results(file)
+    keep_result(file, known, "a", {"x": 1})
+    whole = file.read_bytes()
+    file.write_bytes(whole + tail.encode())
+    assert read_results(file) == {"a": {"x": 1}}
+    keep_result(file, known, "b", {"x": 2})
+    assert file.read_bytes() == whole + b'{"key": "b", "x": 2}\n'
+    assert read_results(file) == known
+
+
+def test_a_line_break_that_is_missing_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text('{"key": "a", "x": 1}')
+    known = read_results(file)
+    keep_result(file, known, "b", {"x": 2})
+    assert read_results(file) == {"a": {"x": 1}, "b": {"x": 2}}
+
+
+@pytest.mark.parametrize("text", ["mine", "{}", '{"key": "a"\n{"key": "b"}\n', "[1]\n"])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="must be absent, or a file of results"):
+        read_results(file)
+    assert file.read_text() == text

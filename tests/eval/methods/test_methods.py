@@ -29,11 +29,9 @@ TASKS = ["recall", "multi_query", "passkey", "needles", "few_shot", "hot_keys"]
 PLACE = "# A page\n\n<!-- table:measured -->\nold\n<!-- /table -->\n\nMore.\n"
 
 
-class Refused:
+def refused(*_: Any) -> None:
     """Stands for the model where nothing may be measured."""
-
-    def __init__(self, *args: Any) -> None:
-        raise AssertionError("measured again")
+    raise AssertionError("measured again")
 
 
 def test_what_is_measured_of_a_method_is_of_this_method() -> None:
@@ -65,7 +63,7 @@ def test_a_page_gets_its_table_and_nothing_is_measured_twice(
     assert "| `window` |" in filled and "old" not in filled and "1 prompts" in filled and "by task" not in filled
     right = Bench(1, torch.float32, tmp_path / "cache").result("window@0.1")
     assert list(right["tasks"]) == TASKS and 0.09 < right["share"] < 0.11
-    monkeypatch.setattr(measure, "TaskEvaluator", Refused)
+    monkeypatch.setattr(measure, "TaskEvaluator", refused)
     main(arguments)
     assert page.read_text() == filled
     capsys.readouterr()

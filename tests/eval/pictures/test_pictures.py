@@ -16,7 +16,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy_eval.methods.plan import measured, methods, page_of, paged
-from kvpolicy_eval.pictures import allocators, idea, selectors
+from kvpolicy_eval.pictures import allocators, codecs, idea, selectors
 from kvpolicy_eval.pictures import scene as scenes
 from kvpolicy_eval.pictures.__main__ import main
 from kvpolicy_eval.pictures.catalog import pictures
@@ -25,6 +25,7 @@ from kvpolicy_eval.pictures.scene import kept, scene
 from kvpolicy_eval.pictures.selectors import PICTURES as SELECTORS
 from kvpolicy_eval.pictures.selectors import headline, image
 from kvpolicy_eval.pictures.style import BLUE, DARK, INK, ORANGE, PALE, svg
+from kvpolicy_eval.pictures.tensors import originals
 from tests.conformance.policies import WRAPPERS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -52,21 +53,24 @@ def shares(scores: Tensor, budget: int, newest: int) -> Tensor:
     return torch.zeros_like(scores).scatter_(1, scores.topk(budget).indices, 1.0).mean(0)
 
 
-def test_h2o_is_drawn_where_attention_is_highest(attention: Tensor) -> None:
+def cache_of(policy: str) -> kvpolicy.PolicyCache:
+    """What a cache holds of the scene."""
+    model, _ = scenes.embedded()
+    with kvpolicy.attach(model, policy), torch.inference_mode():
+        cache = kvpolicy.PolicyCache(model)
+        model(scene().ids, cache=cache)
+    return cache
+
+
+def test_h2o_and_tova_are_drawn_where_attention_is_highest(attention: Tensor) -> None:
     assert kept("h2o@0.25").share[LAYER].tolist() == shares(attention.sum(1), 62, 31).tolist()
-
-
-def test_tova_is_drawn_where_the_newest_query_looks(attention: Tensor) -> None:
     newest = attention[:, -1].mean(0, keepdim=True)
     assert kept("tova@0.25").share[LAYER].tolist() == shares(newest, 62, 1).tolist()
     assert torch.allclose(kept("tova@1.0").score[LAYER], newest[0], atol=1e-6)
 
 
 def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
-    model, _ = scenes.embedded()
-    with kvpolicy.attach(model, "kvcrush@0.25"), torch.inference_mode():
-        cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, cache=cache)
+    cache = cache_of("kvcrush@0.25")
     store: Any = cache.policy_layers[LAYER].store
     distance = crush_distances(23).tolist()
     drawn = torch.zeros(scene().length)
@@ -102,11 +106,12 @@ def test_the_scene_is_what_the_captions_say() -> None:
     assert tokenizer.decode(prompt.ids[0, prompt.question :]) == text[text.rindex("?") :]
 
 
-@pytest.mark.parametrize("name", ["squeeze", "snapkv"])
+@pytest.mark.parametrize("name", ["squeeze", "snapkv", "bfp"])
 def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
     first = svg(pictures()[name])
     kept.cache_clear()
     scenes.cache_under.cache_clear()
+    originals.cache_clear()
     with matplotlib.rc_context({"font.size": 20.0, "svg.fonttype": "path"}):  # of whoever calls
         main([name, "--out", str(tmp_path)])
     assert (tmp_path / f"{name}.svg").read_bytes() == first
@@ -125,10 +130,7 @@ def test_a_picture_has_a_dark_form() -> None:
 def test_the_idea_is_drawn_from_one_run() -> None:
     stored, uncoded = idea.bytes_by_layer()
     budgets = kept(idea.POLICY).budgets
-    model, _ = scenes.embedded()
-    with kvpolicy.attach(model, idea.POLICY), torch.inference_mode():
-        cache = kvpolicy.PolicyCache(model)
-        model(scene().ids, cache=cache)
+    cache = cache_of(idea.POLICY)
     assert [int(layer.budget[0]) for layer in cache.policy_layers] == budgets
     assert sum(sum(layer.values()) for layer in stored) == cache.nbytes
     assert all(sum(layer.values()) < size for layer, size in zip(stored, uncoded, strict=True))
@@ -137,6 +139,8 @@ def test_the_idea_is_drawn_from_one_run() -> None:
 def test_methods_without_a_picture_of_their_own_have_one() -> None:
     assert f"tova@{scenes.BUDGET}".encode() in svg(lambda: selectors.picture("tova"))
     assert b"pyramid: " in svg(lambda: allocators.picture("pyramid"))
+    codec = svg(lambda: codecs.picture("tokenwise"))
+    assert len(codec) < 100_000 and b"tokenwise:residual_length=8:block_size=8" in codec
 
 
 def test_a_picture_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,8 @@ from kvpolicy.distortion import coded_store, distortion
 from kvpolicy.registry import names
 from kvpolicy_eval.methods.plan import page_of
 from kvpolicy_eval.pictures import codecs_grid, codecs_levels, codecs_tiers, tensors
-from kvpolicy_eval.pictures.codecs import PICTURES, picture
+from kvpolicy_eval.pictures.codecs import PICTURES
 from kvpolicy_eval.pictures.stored import stored
-from kvpolicy_eval.pictures.style import svg
 from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, originals, read, relative_error, stage_of
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -32,12 +31,6 @@ def test_pages_show_their_pictures() -> None:
         page = (DOCS / "methods" / f"{page_of(codec)}.md").read_text(encoding="utf-8")
         assert f"python -m kvpolicy_eval.pictures {codec}`" in page, codec
         assert ElementTree.parse(DOCS / "pictures" / f"{codec}.svg").getroot().tag.endswith("svg"), codec
-
-
-def test_drawn_again_it_is_the_same() -> None:
-    first = svg(PICTURES["bfp"])
-    originals.cache_clear()
-    assert svg(PICTURES["bfp"]) == first
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("plain", 16.13), ("gear", 4.38), ("csr", 2.38), ("zipcache", 4.10)])
@@ -176,8 +169,3 @@ def test_zipcache_draws_three_moments() -> None:
     assert torch.equal(waiting[:PROMPT], prompt)
     assert int((anew == 0).sum()) <= 1 and int((anew == 1).sum()) == pytest.approx(0.6 * len(anew), abs=25)
     assert not torch.equal(anew[:PROMPT], prompt)
-
-
-def test_a_codec_without_a_picture_of_its_own_has_one() -> None:
-    drawn = svg(lambda: picture("tokenwise"))
-    assert len(drawn) < 100_000 and b"tokenwise:residual_length=8:block_size=8" in drawn

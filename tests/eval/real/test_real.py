@@ -11,31 +11,15 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
+from torch.nn import functional as F
 
 import kvpolicy
-from kvpolicy_eval.real import generated, measure
+from kvpolicy_eval.common.conversation import run
+from kvpolicy_eval.real import generated, measure, prompts
 from kvpolicy_eval.real.__main__ import main
 from kvpolicy_eval.real.chat import in_template
 from kvpolicy_eval.real.measure import PLACES, RealModel
-from kvpolicy_eval.real.prompts import (
-    COPIED,
-    GIVEN,
-    SIZED,
-    TASKS,
-    Asked,
-    chat,
-    code,
-    draw,
-    facts,
-    few,
-    labels,
-    line,
-    listed,
-    needles,
-    prose,
-    rows,
-    sentences,
-)
+from kvpolicy_eval.real.shared_prefill import TOKENS, SharedPrefill
 from kvpolicy_lm_eval.data.words import CATEGORIES, WORDS
 from tests.eval.pages import page_with
 
@@ -43,16 +27,16 @@ TINY = str(files("kvpolicy") / "assets" / "tiny")
 """The embedded model, in the place of one with real weights."""
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", prompts.TASKS)
 def test_prompts_are_drawn_again_and_differ(task: str) -> None:
-    assert TASKS[task](3) == TASKS[task](3) != TASKS[task](4)
-    inside, after = (TASKS[task](3).placed(place) for place in ("inside", "after"))
+    assert prompts.TASKS[task](3) == prompts.TASKS[task](3) != prompts.TASKS[task](4)
+    inside, after = (prompts.TASKS[task](3).placed(place) for place in ("inside", "after"))
     assert inside.compressed == after.compressed + after.fed and not inside.fed
     assert inside.answer == after.answer
 
 
-@pytest.mark.parametrize("asked", [facts, needles, few])
-def test_exactly_one_sentence_has_the_answer(asked: Callable[[int], Asked]) -> None:
+@pytest.mark.parametrize("asked", [prompts.facts, prompts.needles, prompts.few])
+def test_exactly_one_sentence_has_the_answer(asked: Callable[[int], prompts.Asked]) -> None:
     for number in range(30):
         prompt = asked(number)
         assert prompt.question.endswith(" lives in") and prompt.document.count(prompt.answer) == 1
@@ -62,32 +46,32 @@ def test_exactly_one_sentence_has_the_answer(asked: Callable[[int], Asked]) -> N
 
 def test_what_is_given_of_a_list_stands_in_it_once_before_the_answer() -> None:
     for number in range(30):
-        prompt = listed(number)
+        prompt = prompts.listed(number)
         lines = prompt.document.splitlines()[1:]
         given = prompt.question.strip().splitlines()[1:-1]
-        assert len(set(lines)) == len(lines) and len(given) == GIVEN
+        assert len(set(lines)) == len(lines) and len(given) == prompts.GIVEN
         start = lines.index(given[0])
-        assert lines[start : start + GIVEN + COPIED] == [*given, f"- {prompt.answer}"]
+        assert lines[start : start + prompts.GIVEN + prompts.COPIED] == [*given, f"- {prompt.answer}"]
 
 
 def test_a_number_stands_in_quotes_behind_its_thing_once() -> None:
     for number in range(30):
-        prompt = code(number)
+        prompt = prompts.code(number)
         told = prompt.question.split("Answer: ")[1]
         assert prompt.document.count(f'{told}{prompt.answer}".') == 1 == prompt.document.count(prompt.answer)
 
 
 def test_a_sentence_goes_on_as_it_does_in_the_document() -> None:
     for number in range(30):
-        prompt = line(number)
+        prompt = prompts.line(number)
         given = prompt.question.removeprefix("\n\nThe same sentence again:\n\n")
         assert prompt.document.count(given) == 1 and f"{given} {prompt.answer}" in prompt.document
-        assert any(sentence.startswith(f"{given} {prompt.answer}") for sentence in sentences())
+        assert any(sentence.startswith(f"{given} {prompt.answer}") for sentence in prompts.sentences())
 
 
 def test_a_row_is_the_only_one_with_its_first_word() -> None:
     for number in range(30):
-        prompt = rows(number)
+        prompt = prompts.rows(number)
         given = prompt.question.splitlines()[-1]
         lines = prompt.document.splitlines()[1:]
         assert [row for row in lines if row.split()[0] == given.split()[0]] == [f"{given} {prompt.answer}"]
@@ -95,7 +79,7 @@ def test_a_row_is_the_only_one_with_its_first_word() -> None:
 
 def test_a_letter_is_that_of_the_other_words_of_its_category_and_the_word_is_new() -> None:
     for number in range(30):
-        prompt = labels(number)
+        prompt = prompts.labels(number)
         word = prompt.question.strip().rstrip(":")
         shown = dict(row.split(": ") for row in prompt.document.splitlines())
         category = next(members for members in CATEGORIES.values() if word in members)
@@ -104,10 +88,10 @@ def test_a_letter_is_that_of_the_other_words_of_its_category_and_the_word_is_new
         assert len(set(shown.values())) > 1
 
 
-@pytest.mark.parametrize("task", SIZED)
+@pytest.mark.parametrize("task", prompts.SIZED)
 def test_documents_have_about_as_many_tokens_as_asked_for(task: str) -> None:
-    short, long = (sum(len(draw(task, number, tokens).document) for number in range(8)) for tokens in (256, 1024))
-    assert 3 < long / short < 5
+    drawn = {tokens: [prompts.draw(task, number, tokens).document for number in range(8)] for tokens in (256, 1024)}
+    assert 3 < len("".join(drawn[1024])) / len("".join(drawn[256])) < 5
 
 
 TEMPLATE = "{% for message in messages %}<u>{{ message['content'] }}</u>{% endfor %}<a>"
@@ -132,8 +116,8 @@ class Chats:
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "adds the first token"])
 def test_a_chat_ends_its_message_before_the_answer_begins(adds: bool) -> None:
-    plain = few(5)
-    found = in_template(chat(5), Chats(adds))
+    plain = prompts.few(5)
+    found = in_template(prompts.chat(5), Chats(adds))
     question, begun = plain.question.split("\nAnswer: ")
     assert found.document == plain.document if adds else found.document == f"<u>{plain.document}"
     assert found.question == f"{question}</u><a>{begun}" and found.answer == plain.answer
@@ -146,8 +130,8 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
 
 
 def test_prose_is_long_enough_and_has_no_code() -> None:
-    assert ">>>" not in prose() and "    " not in prose()
-    assert len(prose()) > 8 * 512 * 5
+    assert ">>>" not in prompts.prose() and "    " not in prompts.prose()
+    assert len(prompts.prose()) > 8 * 512 * 5
 
 
 def real(tmp_path: Path, docs: int = 2) -> RealModel:
@@ -181,7 +165,7 @@ def test_more_prompts_continue_what_is_known(tmp_path: Path, monkeypatch: pytest
     whole.measure(policies, ["list"])
     drawn: list[int] = []
     monkeypatch.setattr(
-        measure, "draw", lambda task, number, tokens: drawn.append(number) or draw(task, number, tokens)
+        measure, "draw", lambda task, number, tokens: drawn.append(number) or prompts.draw(task, number, tokens)
     )
     real(tmp_path / "parts", docs=2).measure(policies[:1], ["list"])
     parts = real(tmp_path / "parts", docs=5)
@@ -217,7 +201,7 @@ def test_generated_text_is_predicted_as_by_a_plain_forward(monkeypatch: pytest.M
 
 def test_bits_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     model, tokenizer = kvpolicy.tiny()
-    ids = tokenizer(prose(), return_tensors="pt").input_ids[0][: 8 * 512].view(8, 512)
+    ids = tokenizer(prompts.prose(), return_tensors="pt").input_ids[0][: 8 * 512].view(8, 512)
     with torch.inference_mode():
         logits = model(ids).logits[:, 447:-1].double()
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 448:].flatten(), reduction="sum")
@@ -244,6 +228,8 @@ def test_what_a_policy_refuses_is_kept_and_has_no_row(tmp_path: Path, capsys: py
     assert "| `full` | 1.0" in text and "`full+lowrank" not in text and "`lowrank" not in text
     main([*arguments, "--only", "full", "--page-only"])
     assert "| `full` | 1.0" in capsys.readouterr().out
+    main([*arguments, "--tasks", "prose", "--only", "full", "--page-only"])
+    assert "list" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -268,22 +254,11 @@ def test_files_are_checked_before_anything_is_measured(
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_only_some_tasks_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "out.jsonl"
-    words = ["--model", TINY, "--results", str(results), "--n", "1", "--only", "full"]
-    main([*words, "--tasks", "list"])
-    assert results.read_text(encoding="utf-8").count("full list ") == len(results.read_text("utf-8").splitlines()) == 2
-    shown = capsys.readouterr().out
-    assert "| `full` | 1.0" in shown and "| policy | held | list, inside | list, after |\n" in shown
-    main([*words, "--tasks", "few", "--page-only"])
-    assert "list" not in capsys.readouterr().out
-
-
 def test_a_tokenizer_that_joins_document_and_question_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined = facts(0)._replace(document="a b", question="c")
-    monkeypatch.setitem(TASKS, "facts", lambda number: joined)
+    joined = prompts.facts(0)._replace(document="a b", question="c")
+    monkeypatch.setitem(prompts.TASKS, "facts", lambda number: joined)
     monkeypatch.setattr(measure, "PLACES", ("after",))
     model = real(tmp_path)
 
@@ -300,7 +275,9 @@ def test_a_tokenizer_that_joins_document_and_question_is_an_error(
 def test_a_token_comes_after_the_compression(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record with a single digit, which only the full cache still has."""
     lines = "".join(f"{word}={number % 10}\n" for number, word in enumerate(WORDS[:60]))
-    monkeypatch.setitem(TASKS, "facts", lambda number: Asked(lines, f"?{WORDS[20 + number]}=", f"{number}"))
+    monkeypatch.setitem(
+        prompts.TASKS, "facts", lambda number: prompts.Asked(lines, f"?{WORDS[20 + number]}=", f"{number}")
+    )
     model = real(tmp_path, docs=6)
     model.measure([policy], ["facts"])
     for place in PLACES:
@@ -320,3 +297,58 @@ def test_models_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     assert RealModel("models/a/x", None, results, 1).text("h2o@0.5", "prose")["bits"] == 2
     other = RealModel("models/b/x", None, results, 1)
     assert other.title == "models/b/x in float32" and not other.text("h2o@0.5", "prose")
+
+
+POLICIES = ["full", "snapkv@0.3", "kivi:bits=4", "uniform/adakv+kvzip@0.3", "h2o@0.3", "squeeze+kvcrush/snapkv@0.5"]
+
+
+def predictions(model: object, policy: str, ids: torch.Tensor) -> torch.Tensor:
+    pieces = ids.split([ids.shape[1] - 8, 4, 1, 1, 1, 1], 1)
+    return torch.stack(run(model, policy, pieces, prompt=ids.shape[1] - 8, new=8).logits)
+
+
+def test_predictions_are_equal_bit_for_bit() -> None:
+    model, tokenizer = kvpolicy.tiny()
+    texts = ("".join(f"{word}={number}\n" for number in range(200)) for word in ("tiger", "lime"))
+    given = [torch.tensor([tokenizer(text).input_ids[:200]]) for text in texts]
+    alone = [[predictions(model, policy, ids) for policy in POLICIES] for ids in given]
+    with SharedPrefill(model) as shared:
+        for ids, wanted in zip(given, alone, strict=True):
+            shared.clear()
+            for policy, expected in zip(POLICIES, wanted, strict=True):
+                assert torch.equal(predictions(model, policy, ids), expected), policy
+        reused = shared.reused
+        parts = len(shared.parts) + model.config.num_hidden_layers - 1  # with attention, without the head
+        assert reused >= len(given) * (len(POLICIES) - 1) * parts * 0.8
+        shared.clear()
+        predictions(model, "full", given[0])
+        assert shared.reused == reused
+
+
+def test_short_inputs_are_computed_and_everything_is_restored() -> None:
+    model, _ = kvpolicy.tiny()
+    stock = F.scaled_dot_product_attention
+    ids = torch.arange(TOKENS - 1)[None] % 50
+    with SharedPrefill(model) as shared, torch.inference_mode():
+        model(ids)
+        model(ids)
+        assert shared.reused == 0 and F.scaled_dot_product_attention is not stock
+        longer = torch.arange(TOKENS)[None] % 50
+        model(longer)
+        model(longer)
+        assert shared.reused > 0
+    assert F.scaled_dot_product_attention is stock
+    assert not any("forward" in vars(part) for part in shared.parts)
+
+
+def test_what_was_returned_may_be_written_to() -> None:
+    model, _ = kvpolicy.tiny()
+    part = next(layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    tokens = torch.randn(1, TOKENS, part.in_features)
+    with SharedPrefill(model), torch.inference_mode():
+        first = part(tokens)
+        wanted = first.clone()
+        first.zero_()
+        assert torch.equal(part(tokens), wanted)
+        part(tokens).zero_()
+        assert torch.equal(part(tokens), wanted)

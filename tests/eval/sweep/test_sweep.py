@@ -24,8 +24,8 @@ import kvpolicy
 from kvpolicy_eval import cli
 from kvpolicy_eval.sweep import config, run
 from kvpolicy_eval.sweep.cells import Cell, Store, load_json, write
-from tests.eval.sweep import helpers
-from tests.eval.sweep.helpers import quietly, sweep
+from tests.eval.sweep import conftest
+from tests.eval.sweep.conftest import quietly, sweep
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -36,7 +36,7 @@ REFUSED = "window+lowrank:rank=99@0.2"
 
 
 def file(folder: Path, **changes: Any) -> Path:
-    return helpers.file(folder, **SMALL | changes)
+    return conftest.file(folder, **SMALL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,6 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_table(path: Path) -> list[dict[str, str]]:
     """Rows of a CSV file."""
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-
-
-# what is written
 
 
 def test_a_cell_has_lm_evals_format(swept: Path) -> None:
@@ -85,16 +82,15 @@ def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
     assert [json.loads(line)["method"] for line in lines] == [row["method"] for row in rows.values()]
 
 
-def test_what_is_done_is_not_run_again(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_here", lambda *_: pytest.fail("nothing was to be run"))
-    assert sweep(file(tmp_path, policies=["full", "snapkv", REFUSED]), swept) == 1
-
-
-def test_failed_cells_run_again_when_asked(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[Cell]] = []
-    monkeypatch.setattr(run, "run_here", lambda _config, cells, _folder: asked.append(list(cells)) or 0)
-    sweep(file(tmp_path, policies=["full", "snapkv", REFUSED]), swept, "--retry")
-    assert [cell.policy for cell in asked[0]] == [REFUSED]
+def test_what_is_done_is_not_run_again_and_what_failed_when_asked(
+    swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(run, "run_here", lambda _config, cells, _folder: asked.extend(map(str, cells)) or 0)
+    place = file(tmp_path, policies=["full", "snapkv", REFUSED])
+    assert sweep(place, swept) == 1 and not asked
+    sweep(place, swept, "--retry")
+    assert len(asked) == 1 and "lowrank" in asked[0]
 
 
 def test_other_settings_need_another_folder(swept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,9 +189,6 @@ def test_cells_have_folders_of_their_own() -> None:
     assert all(len(folder.parts) == 4 and ".." not in folder.parts for folder in folders)
 
 
-# what is read and refused
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -234,15 +227,9 @@ def test_no_config_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_policy_with_its_own_budget_runs_once() -> None:
     content = {"policies": ["full", "h2o", "snapkv@0.50", "kivi:bits=4", "h2o"], "budgets": [0.1, 64, "8MiB"]}
     cells = config.read(content | {"tasks": ["a", "b"]}, "x").cells()
-    assert [cell.policy for cell in cells if cell.task == "a"] == [
-        "full",
-        "h2o@0.1",
-        "h2o@64",
-        "h2o@8MiB",
-        "snapkv@0.5",
-        "kivi:bits=4",
-    ]
-    assert [cell.policy for cell in cells if cell.task == "a"] == [cell.policy for cell in cells if cell.task == "b"]
+    for task in "ab":
+        found = [cell.policy for cell in cells if cell.task == task]
+        assert found == ["full", "h2o@0.1", "h2o@64", "h2o@8MiB", "snapkv@0.5", "kivi:bits=4"]
 
 
 def test_every_task_has_every_place_of_the_question() -> None:
@@ -272,16 +259,6 @@ def test_modes_are_a_column_and_a_part_of_the_report(tmp_path: Path) -> None:
     _, tokenizer = kvpolicy.tiny()
     compressed = first["arguments"]["gen_args_0"]["arg_0"].removesuffix(first["doc"]["held_back"])
     assert found["kvpolicy_sweep"]["probe"]["prompt"] == len(tokenizer(compressed).input_ids), "without the question"
-
-
-SHIPPED = sorted(path.stem for path in (ROOT / "eval" / "kvpolicy_eval" / "configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs(name: str) -> None:
-    found = config.load(name)
-    assert found.name == name and found.output == f"results/{name}" and found.about
-    assert len(found.cells()) >= 3
 
 
 def test_time_left_is_that_of_like_cells() -> None:

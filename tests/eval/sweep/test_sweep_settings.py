@@ -1,16 +1,25 @@
-"""What a sweep passes to its tasks, and records in its folder."""
+"""What a sweep passes to its tasks and records in its folder, and its intervals, against a slow reference."""
 
 from __future__ import annotations
 
 import subprocess
 import warnings
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from kvpolicy_eval.sweep import bootstrap, config, output
+from kvpolicy_eval.sweep.cells import Cell, Store
+from kvpolicy_eval.sweep.errors import SharedError
+from kvpolicy_eval.sweep.settings import check_settings, write_settings
+from kvpolicy_lm_eval.arguments import named_arguments
+from tests.eval.sweep.conftest import SMALL, file, sweep
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -21,12 +30,6 @@ with warnings.catch_warnings():
     from kvpolicy_eval.sweep import evaluate
     from kvpolicy_lm_eval.model import KVPolicyLM
 
-from kvpolicy_eval.sweep import config, output
-from kvpolicy_eval.sweep.cells import Cell, Store
-from kvpolicy_eval.sweep.errors import SharedError
-from kvpolicy_eval.sweep.settings import check_settings, write_settings
-from kvpolicy_lm_eval.arguments import named_arguments
-from tests.eval.sweep.helpers import SMALL, file, sweep
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -88,22 +91,31 @@ def test_a_task_that_needs_a_tokenizer_gets_the_models(tmp_path: Path) -> None:
     assert [line.split(",")[3:8] for line in lines[1:]] == [["made", "inside", "128", "none", "0.5"]]
 
 
-def test_tasks_get_the_tokenizer_of_each_model_and_what_else_prompts_depend_on() -> None:
-    """As under `lm_eval`, such as the longest prompt of SCBench."""
-    models = [{"name": "a", "pretrained": "x/a"}, {"name": "b", "pretrained": "x/b", "tokenizer": "x/t"}]
-    content: dict[str, Any] = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
-    ours = evaluate.Evaluator(config.read(content, "x"))
-    assert [ours.tasks(name).metadata for name in "ab"] == [
-        {"pretrained": "x/a"},
-        {"pretrained": "x/b", "tokenizer": "x/t"},
-    ]
-    models = [{"name": "a", "pretrained": "x/a", "max_length": 4096, "enable_thinking": False}]
-    content["models"] = models
-    for metadata, want in (({}, {"pretrained": "x/a"}), ({"tokenizer": "x/t"}, {"tokenizer": "x/t"})):
-        ours = evaluate.Evaluator(config.read(content | {"metadata": metadata}, "x"))
-        assert ours.tasks("a").metadata == {"max_length": 4096, "enable_thinking": False, **want}
-    own = evaluate.Evaluator(config.read(content | {"metadata": {"max_length": 64}}, "x"))
-    assert dict(own.tasks("a").metadata or {})["max_length"] == 64
+LONGEST = {"max_length": 4096, "enable_thinking": False}
+"""What the longest prompts of SCBench and templates of chats depend on."""
+
+
+@pytest.mark.parametrize(
+    ("model", "metadata", "expected"),
+    [
+        ({}, {}, {"pretrained": "x/a"}),
+        ({"tokenizer": "x/t"}, {}, {"pretrained": "x/a", "tokenizer": "x/t"}),
+        ({}, {"tokenizer": "x/t"}, {"tokenizer": "x/t"}),
+        (LONGEST, {}, LONGEST | {"pretrained": "x/a"}),
+        (LONGEST, {"max_length": 64}, LONGEST | {"pretrained": "x/a", "max_length": 64}),
+    ],
+)
+def test_tasks_get_the_tokenizer_of_a_model_and_what_else_prompts_depend_on(
+    model: dict[str, Any], metadata: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """As under `lm_eval`."""
+    content = {
+        "models": [{"name": "a", "pretrained": "x/a"} | model, "x/b"],
+        "policies": ["full"],
+        "metadata": metadata,
+    }
+    ours = evaluate.Evaluator(config.read(content | {"tasks": ["kvpolicy_hot"]}, "x"))
+    assert ours.tasks("a").metadata == expected
 
 
 @pytest.mark.parametrize("name", ["papers-ruler", "papers-ruler-16k"])
@@ -132,24 +144,18 @@ def test_a_prompt_is_a_message_of_a_chat(tmp_path: Path, capsys: pytest.CaptureF
     assert "chat_template is not set" in capsys.readouterr().err
 
 
-def test_tasks_of_another_folder_need_another_folder(tmp_path: Path) -> None:
-    before = config.read(SMALL | {"include_path": "one"}, "x")
+def test_settings_bind_when_something_was_measured(tmp_path: Path) -> None:
+    """And not before, as after a misspelled name of a task."""
+    write_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+    before = config.read(SMALL | {"limit": 1, "include_path": "one"}, "x")
+    check_settings(tmp_path, before)
     write_settings(tmp_path, before)
     done(tmp_path, before)
-    with pytest.raises(ValueError, match='holds results with include_path "one", but the config has "two"'):
-        check_settings(tmp_path, config.read(SMALL | {"include_path": "two"}, "x"))
     check_settings(tmp_path, before)
-
-
-def test_settings_of_a_sweep_that_measured_nothing_do_not_bind(tmp_path: Path) -> None:
-    """As after a misspelled name of a task."""
-    write_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
-    other = config.read(SMALL | {"limit": 1}, "x")
-    check_settings(tmp_path, other)
-    write_settings(tmp_path, other)
-    done(tmp_path, other)
-    with pytest.raises(ValueError, match="holds results with limit 1, but the config has 2"):
-        check_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+    for key, was, given in (("limit", "1", 2), ("include_path", '"one"', "two")):
+        other = config.read(SMALL | {"limit": 1, "include_path": "one", key: given}, "x")
+        with pytest.raises(ValueError, match=f"holds results with {key} {was}, but the config has"):
+            check_settings(tmp_path, other)
 
 
 FOREIGN = ["{}", "[]", "null", "7", '{"results": {}}', '{"kvpolicy_sweep": []}', '{"kvpolicy_sweep": {}}', "{", "\xe9"]
@@ -180,9 +186,6 @@ def test_notes_that_no_sweep_wrote_are_refused_in_a_sentence(text: str, tmp_path
         f"kvpolicy-eval: {out}/sweep.json must be a file of a sweep; delete it and rerun the sweep, or give another "
         "folder."
     )
-
-
-# what is read and refused, in addition to test_sweep.py
 
 
 def test_a_model_takes_the_arguments_of_kvpolicy() -> None:
@@ -280,3 +283,50 @@ def test_the_commit_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [evaluator.get_git_commit_hash() for _ in range(3)] == ["abc123"] * 3
     assert calls == [["git", "describe", "--always"]]
     output._commit.cache_clear()
+
+
+@pytest.mark.parametrize("statistic", bootstrap.STATISTICS)
+def test_bootstrap_against_a_slow_one(statistic: str) -> None:
+    """Example by example, with the indices that the fast one draws."""
+    generator = np.random.default_rng(1)
+    values = [(-float(a), float(b)) for a, b in generator.uniform(1, 9, (7, 2))]
+    values = [a for a, _ in values] if statistic == "mean" else values
+    fast = bootstrap.draws(values, "task", statistic, 50)
+    indices = np.random.default_rng(zlib.crc32(b"task")).integers(7, size=(50, 7))
+    slow: list[float] = []
+    for row in indices.tolist():
+        slow.append(_plain([values[index] for index in row], statistic))
+    np.testing.assert_allclose(fast, slow)
+    assert bootstrap.statistic_of(values, _plain(values, statistic)) == statistic
+    low, high = bootstrap.interval(fast)
+    assert sorted(slow)[0] <= low < high <= sorted(slow)[-1]
+
+
+def _plain(values: Any, statistic: str) -> float:
+    """The statistic of some values, without arrays."""
+    if statistic == "mean":
+        return sum(values) / len(values)
+    nats = -sum(a for a, _ in values) / sum(b for _, b in values)
+    return float(np.exp(nats) if statistic == "perplexity" else nats / np.log(2))
+
+
+def test_intervals_have_their_coverage() -> None:
+    """Of 200 samples of 40 coins about 95 % have their probability inside."""
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(200):
+        low, high = bootstrap.interval(bootstrap.draws(generator.binomial(1, 0.4, 40).tolist(), "coins", count=500))
+        hits += low <= 0.4 <= high
+    assert 180 <= hits <= 199
+
+
+def test_two_policies_are_resampled_alike() -> None:
+    one = bootstrap.draws([0, 1, 1, 0, 1], "task")
+    np.testing.assert_allclose(one - bootstrap.draws([1, 0, 0, 1, 0], "task"), 2 * one - 1)
+    assert not np.allclose(one, bootstrap.draws([0, 1, 1, 0, 1], "other"))
+
+
+def test_what_cannot_be_resampled_has_no_interval() -> None:
+    assert bootstrap.statistic_of([0.0, 1.0], 0.9) == ""
+    assert bootstrap.statistic_of([["a", "b"], ["c", "d"]], 0.5) == ""
+    assert bootstrap.statistic_of([], 0.5) == ""

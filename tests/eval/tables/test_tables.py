@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import kvpolicy
+from kvpolicy.planning.curves import save_layers
+from kvpolicy.tuning.evidence import Score
+from kvpolicy.tuning.tune import tune
 from kvpolicy_eval.common import heldout
-from kvpolicy_eval.tables import acceptance, files, memory, moved, requantize
+from kvpolicy_eval.common.accuracy import TaskEvaluator
+from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_eval.report.parts import _without_a_part  # pyright: ignore[reportPrivateUsage]
+from kvpolicy_eval.sweep.estimate import CARDS
+from kvpolicy_eval.tables import acceptance, answers, files, memory, moved, papers, requantize, tuned
 from kvpolicy_eval.tables.__main__ import main
+from kvpolicy_lm_eval.data.modes import MODES, place
 from tests.eval.pages import cells, page_with
 from tests.files.kvtc import calibrated, spec
 from tests.sampling import each_once, product
@@ -56,22 +67,6 @@ def test_layers_have_components_together_only_where_they_hold_the_same_tokens() 
     found = {1: Path("one"), 8: Path("all")}
     assert "kvtc of 8 layers, ratio=4" in files.forms(found, "full")
     assert [*files.forms(found, "h2o@0.5")] == ["none", "zlib", "kvtc, ratio=4", "kvtc, ratio=16"]
-
-
-def test_lines_of_a_model() -> None:
-    rows = list(memory.rows(["mixtral-8x7b"], ["full", "window@0.2"], 80 * 10**9, "deepspeed", 4096, 1024, 256))
-    assert [line[:3] for line in rows[::2]] == [
-        ["mixtral-8x7b", "2", "43.6 GiB"],
-        ["mixtral-8x7b", "4", "21.9 GiB"],
-        ["mixtral-8x7b", "8", "11.1 GiB"],
-    ]
-    token = 32 * 2 * 4 * 128 * 2  # bytes on the first of two ranks: 4 of 8 KV heads in 32 layers
-    assert rows[0][3:5] == ["`full`", f"{5120 * token / 2**20:.0f} MiB"]
-    assert rows[1][3:5] == ["`window@0.2`", f"{819 * (token + 32 * 4 * 4) / 2**20:.1f} MiB"]
-    left = 80 * 10**9 - 46835179520
-    whole, chunked = (int(cell.replace(",", "")) for cell in rows[1][5:])
-    # In chunks, a row needs little more than its cache; at once, its activations too.
-    assert whole < 0.2 * chunked < chunked < left // (819 * (token + 32 * 4 * 4))
 
 
 def test_the_page_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +124,161 @@ def test_the_docs_show_the_errors_of_requantization() -> None:
         assert [float(cell) for cell in shown[1:]] == pytest.approx(
             [found[case] for case in requantize.CASES], rel=0.02
         )
+
+
+def test_every_policy_of_the_table_can_be_made() -> None:
+    for policy in answers.selections():
+        assert kvpolicy.plan("tiny", f"{policy}@400000B", prompt=answers.LENGTH).nbytes <= 400_000
+    for policy in answers.readings():
+        assert not isinstance(kvpolicy.Policy.parse(policy).reader, kvpolicy.ReadAll)
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "widths"),
+    [
+        ("inside", "snapkv", []),
+        ("after", "snapkv", [3, 1, 1, 1]),
+        ("after", "full+quest:read=0.1", [2, 1, 1, 1, 1]),
+        ("second", "snapkv", [8, 1, 1, 1]),
+    ],
+)
+def test_what_follows_is_fed_to_the_compressed_cache(
+    mode: str, policy: str, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator = TaskEvaluator(1, 256)
+    fed: list[Any] = []
+
+    class Recorded(kvpolicy.PolicyCache):
+        """Records how many tokens each forward pass has."""
+
+        def begin(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            fed.append(tokens.shape[1])
+            super().begin(tokens, *args, **kwargs)
+
+    monkeypatch.setattr(kvpolicy, "PolicyCache", Recorded)
+    right, _ = evaluator.accuracy(policy, None, mode, ["recall"])
+    compressed = place(evaluator.prompts["recall"][0], mode).compressed
+    assert fed == [len(evaluator.tokenizer(compressed).input_ids), *(widths or [1, 1, 1])]
+    assert list(right) == ["recall"]
+
+
+def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place_of_table = page_with(tmp_path / "page.md", "answers")
+    lines: list[str] = []
+    policies = ["full", "snapkv byte_share=0.2", "full+quest:read=0.1"]
+    for number, (policy, mode) in enumerate((policy, mode) for policy in policies for mode in MODES):
+        spec, _, share = policy.partition(" ")
+        options = [share, "" if mode == "inside" else f"mode={mode}", "only=('recall', 'few_shot')"]
+        key = f"{spec} n=1 torch.float32 text=False kvpolicy={kvpolicy.__version__} {' '.join(filter(None, options))}"
+        lines.append(json.dumps({"key": key, "tasks": {"recall": number / 10, "few_shot": 0.0}, "share": 0.2}))
+    (tmp_path / "methods.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr("kvpolicy_eval.common.measure.TaskEvaluator", None)
+    sizes = ["--n", "1", "--shares", "0.2", "--tasks", "recall", "few_shot"]
+    files = ["--cache", str(tmp_path), "--fill", str(place_of_table)]
+    main(["answers", *sizes, *files, "--only", "snapkv", "full+quest:read=0.1"])
+    filled = place_of_table.read_text().splitlines()
+    head = "recall, inside | recall, after | recall, second | all, inside | all, after | all, second | cache | read |"
+    assert filled[1] == f"| 20% of the bytes | {head}" and filled[6] == f"| every token kept | {head}"
+    assert filled[4].startswith("| `snapkv` | 0.30 | 0.40 | 0.50 | 0.15 | 0.20 | 0.25 | 0.20 | 0.")
+    assert filled[9].startswith("| `full+quest:read=0.1` | 0.60 | 0.70 | 0.80 | 0.30 | 0.35 | 0.40 | 0.20 | 0.")
+    assert "1 prompts of about 512 tokens a task" in filled[11]
+    main(["answers", *sizes, *files, "--only", "snapkv", "full+quest:read=0.1", "--means"])
+    assert place_of_table.read_text().splitlines()[1] == f"| 20% of the bytes | {head.partition('second | ')[2]}"
+
+
+def test_policies_by_layer(tmp_path: Path) -> None:
+    """From a file, at equal bytes, with and without a reader in a layer."""
+    specs = ["h2o@0.5", "snapkv@0.5"] * 4
+    spec = f"tuned:file={tmp_path}/plan.json"
+    evaluator = TaskEvaluator(1, 256)
+    for reading in (False, True):
+        save_layers(tmp_path / "plan.json", [*specs[:-1], "h2o+exact:read=0.2@0.5"] if reading else specs)
+        right, share = evaluator.accuracy(spec, 0.5, "inside", ["recall"])
+        assert right and share <= 0.5
+    assert not answers._reads_part(spec) and answers._reads_part("h2o+exact")  # pyright: ignore[reportPrivateUsage]
+    assert [*_without_a_part(spec)] == []
+
+
+def scores(correct: list[float], kl: float = 0.1) -> Score:
+    values = torch.tensor(correct, dtype=torch.float64)
+    return Score(torch.full_like(values, kl), torch.ones_like(values), values, 10.0)
+
+
+def test_a_task_in_which_tuning_answers_less_is_named() -> None:
+    names = ("recall",) * 8 + ("needles",) * 8
+    cell = tuned.Cell("inside", 0.1, "h2o", scores([0.0] * 8 + [1.0] * 8), scores([1.0] * 8 + [0.0] * 8), names)
+    assert [*cell.worse()] == ["recall"]
+    shown = tuned.line(cell)
+    assert shown[:5] == ["10%", "inside", "`h2o`", "0.50", "0.50"] and shown[-1] == "recall"
+    even = tuned.Cell("after", 0.1, "h2o", scores([1.0] * 16), scores([1.0] * 16), names)
+    assert tuned.line(even)[-1] == "none"
+    better = tuned.Cell("after", 0.1, "h2o", scores([1.0] * 16), scores([0.0] * 16), names)
+    assert "Mean difference of answers: +0.333 at 10%." in tuned.note([cell, even, better], (3, 4))
+
+
+def test_windows_are_of_all_tasks_and_other_seeds_differ() -> None:
+    _, tokenizer = kvpolicy.tiny()
+    found, names = tuned.made(tokenizer, "second", 1, tuned.TUNED_ON)
+    others, _ = tuned.made(tokenizer, "second", 1, tuned.HELD_OUT)
+    assert {*names} == {*tasks(1000)} - {"passkey"} and len(found) == len(names)
+    assert all(not torch.equal(a.prompt, b.prompt) for a, b in zip(found, others, strict=True))
+
+
+def test_both_are_scored_on_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    known, _ = tuned.made(tokenizer, "after", 1, tuned.TUNED_ON)
+    tune(model, known[:1], tmp_path / "after-joint-1.json", candidates=["window@0.3", "window@0.6"])
+    monkeypatch.setattr(tuned, "best_rival", lambda *_, **__: SimpleNamespace(spec="window"))
+    (cell,) = tuned.cells(model, tokenizer, "after", [0.5], (1, 1), tmp_path, "joint")
+    assert cell.rival == "window" and len(cell.tasks) == len(cell.tuned.kl) == len(tasks(1000))
+    assert cell.tuned.nbytes <= 1.01 * cell.ordinary.nbytes
+    assert not torch.equal(cell.tuned.kl, cell.ordinary.kl)
+
+
+ROOT = Path(__file__).parents[3]
+CARD = CARDS[papers.CARD]
+REPRODUCED = ROOT / "docs" / "reproduce" / "index.md"
+
+
+@pytest.mark.parametrize("name", sorted(papers.papers()))
+def test_the_page_has_what_the_command_prints(name: str) -> None:
+    page = REPRODUCED.read_text(encoding="utf-8")
+    paper = papers.papers()[name]
+    swept = (ROOT / papers.SWEEP_PAGE).read_text(encoding="utf-8")
+    sections = [papers.values(paper, CARD)]
+    sections += [papers.embedded(paper["embedded"], swept)] if "embedded" in paper else []
+    for section in sections:
+        place = f"<!-- table:{name}-{section.place} -->\n{section}\n<!-- /table -->"
+        assert place in page, f"run python -m kvpolicy_eval.tables papers {name} --fill docs/reproduce/index.md"
+
+
+def _paper(**row: Any) -> dict[str, Any]:
+    base = {"what": "x", "model": "mistral-7b", "task": "xsum", "policy": "full", "value": "1"}
+    return {"config": "papers-squeeze", "rows": [base | row]}
+
+
+def test_a_run_takes_the_place_of_what_it_needs() -> None:
+    assert "| 1 | 0.97 |" in str(papers.values(_paper(ours="0.97"), CARD))
+    assert "| 1 | not run: needs " in str(papers.values(_paper(), CARD))
+
+
+def test_a_row_must_be_cells_of_its_sweep() -> None:
+    with pytest.raises(ValueError, match=r"papers-squeeze must have cells of h2o@0\.7 for mistral-7b"):
+        papers.values(_paper(policy="h2o@0.7"), CARD)
+
+
+TABLE = "<!-- table:t -->\n| policy | at 20% | without a budget | bytes held |\n|---|---|---|---|\n"
+ROWS = "| `full` |  | **1.00** | 100% |\n| `h2o` | **0.5 [0.1, 0.9]** |  | 20% |\n<!-- /table -->"
+
+
+def test_rows_of_the_embedded_model_are_those_of_its_page() -> None:
+    chosen = {"source": "t", "column": "at 20%", "policies": ["h2o", "full"]}
+    (grid,) = papers.embedded(chosen, TABLE + ROWS).grids
+    assert list(grid.rows) == [["`h2o`", "0.5 [0.1, 0.9]"], ["`full`", "1.00"]]
+    for changes, message in (
+        ({"source": "u"}, "must have the table u"),
+        ({"column": "at 30%"}, "with the column 'at 30%'"),
+        ({"policies": ["tova"]}, "must have tova"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            papers.embedded(chosen | changes, TABLE + ROWS)

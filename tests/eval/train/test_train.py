@@ -1,15 +1,17 @@
-"""Training: it resumes exactly, exports what it trained, and its tokens are the prompts' text."""
+"""Training resumes exactly and exports what it trained, and the ablation keeps what each method says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from kvpolicy_eval.train.ablate import OBSERVATION, SINKS, Bench, Prefill, decode
 from kvpolicy_eval.train.export import LONG_POSITIONS, export, load_llama, to_llama
 from kvpolicy_eval.train.loop import Trainer
 from kvpolicy_eval.train.net import Net, windowed_attention
@@ -152,3 +154,48 @@ def test_phases_add_up() -> None:
     assert sum(p.tokens for p in scaled(PHASES, 0.5)) == sum(p.tokens for p in PHASES) / 2
     rates = [learning_rate(step, done, 1.0) for step, done in ((0, 0), (59, 0.1), (999, 0.4), (999, 1.0))]
     assert rates == pytest.approx([1 / 60, 1, 1, 0.03])
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder: Path = tmp_path_factory.mktemp("model")
+    texts = training_texts()[:4]
+    tokenizer = build_tokenizer(texts)
+    trainer = Trainer(tokenizer, encode_text(tokenizer, texts[:2], token_id(tokenizer, "</s>")), PHASES[:1])
+    trainer.run(max_steps=1)
+    export(trainer.net, tokenizer, folder)
+    return Bench(folder, n=1)
+
+
+@pytest.fixture(scope="module")
+def prefill(bench: Bench) -> Prefill:
+    with torch.no_grad():
+        return Prefill(bench.model, bench.tokenizer("tiger=4821\n" * 12, return_tensors="pt").input_ids)
+
+
+@torch.no_grad()
+def test_keeping_everything_equals_generate(bench: Bench, prefill: Prefill) -> None:
+    ids = bench.tokenizer("tiger=4821\n" * 12, return_tensors="pt").input_ids
+    model: Any = bench.model
+    expected = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    layers = bench.model.config.num_hidden_layers
+    assert decode(prefill, [None] * layers, [], 4) == expected.tolist()
+    whole = [prefill.streaming(layer, prefill.length) for layer in range(layers)]
+    assert decode(prefill, whole, [], 4) == expected.tolist()
+
+
+@pytest.mark.parametrize("method", ["streaming", "h2o", "snapkv"])
+def test_methods_keep_their_budget(prefill: Prefill, method: str) -> None:
+    kept = getattr(prefill, method)(3, 30)
+    assert kept.shape == (4, 30)
+    assert (kept.diff(dim=-1) > 0).all()
+    assert kept.max() == prefill.length - 1
+    recent = {"streaming": 30 - SINKS, "h2o": 15, "snapkv": OBSERVATION}[method]
+    assert (kept[:, -recent:] == torch.arange(prefill.length - recent, prefill.length)).all()
+
+
+def test_scores_count_exact_answers(bench: Bench) -> None:
+    layers = bench.model.config.num_hidden_layers
+    scores, tokens = bench.scores("recall", 128, True, {"full": lambda p: [None] * layers})
+    assert scores["full"] in (0.0, 1.0)
+    assert 100 < tokens < 140
