@@ -114,6 +114,22 @@ def test_errors(
     assert message in run(["compare", "tiny", "--text", str(text), *words], 2)
 
 
+def test_a_policy_that_the_model_does_not_take_is_refused_before_others_run(
+    text: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = kvpolicy.attach
+
+    def attach(model: Any, policy: kvpolicy.Policy, **options: Any) -> Any:
+        if policy.budget != 1.0:
+            raise kvpolicy.KVPolicyError("The model must be another one.")
+        return real(model, policy, **options)
+
+    monkeypatch.setattr("kvpolicy.hf.attach.attach", attach)
+    monkeypatch.setattr("kvpolicy.tuning.evidence.reference_logits", lambda *_: pytest.fail("is measured"))
+    policies = ["--policy", "full", "--policy", "window@0.5"]
+    assert "The model must be another one." in run(["compare", "tiny", "--text", str(text), *policies], 2)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -78,7 +78,11 @@ def test_few_budgets_are_listed_and_many_are_not() -> None:
         ("csr", "The calibrated tensors take"),
         ("uniform/adakv+h2o+tokenwise@0.2", "KV head has a full-precision buffer of 25 slots, and an encoded slot"),
         ("window@1e-300", "each KV head keeps 1 of 4,096 tokens"),
-        ("squeeze:groups=5+window@0.2", "layer to 0.95 in the last: layers 0-5: 983 tokens; layers 6-7: 327 tokens."),
+        (
+            "squeeze:groups=5+window@0.2",
+            "for cosines that increase linearly from 0.5 in the first layer to 0.95 in the last: "
+            "layers 0-5: 983 tokens; layers 6-7: 327 tokens.",
+        ),
         ("lava+snapkv@0.2", "and budgets depend on the result. If all layers are alike: 819 tokens in every layer."),
         ("window@99999999999999999", "Here: 5,120 tokens in every layer."),
         ("full+minicache", "an encoded number takes 9.33 bits"),

@@ -101,7 +101,7 @@ def test_the_bar_shows_how_many_texts_are_done(capsys: pytest.CaptureFixture[str
         (["--held-out", "2"], "between 0 and 1"),
         (["--out", "FOLDER", "--force"], "The file to write must be a file, got the folder"),
         (["--text", "none.txt"], "none.txt must be readable UTF-8 text, got no such file or directory; try"),
-        (["--rival", "snapvk@0.1"], "snapvk"),
+        (["--rival", "snapvk"], "must have a registered name"),
         (["--rival", "snapkv", "--no-evidence"], "--rival must be given without --no-evidence, which compares"),
         (["--rival", "snapkv@0.1"], "--rival must be without a budget, got snapkv@0.1; try snapkv with"),
         (["--policy", "h2o@0.1"], "--policy must be without a budget, got h2o@0.1; try h2o with --shares"),

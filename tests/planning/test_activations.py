@@ -181,7 +181,12 @@ def test_rows_and_statistics_larger_than_the_mlp() -> None:
 @pytest.mark.parametrize("chunk", [None, 192])
 def test_sliding_windows(family: str, chunk: int | None) -> None:
     """Their masks, their matrices of attention, and the prompts that their stock caches keep alive."""
-    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "intermediate_size": 128, "head_dim": 16, "pad_token_id": 0}
+    sizes: dict[str, Any] = SIZES | {
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    }
     sizes |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
     config: Any = Gemma3TextConfig(**sizes) if family == "gemma3" else GptOssConfig(**sizes, num_local_experts=4)
     check_plan(made(config), "window", MARGIN, chunk)

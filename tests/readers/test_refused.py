@@ -90,7 +90,12 @@ def test_specs_are_written_as_they_are_read(spec: str) -> None:
         ("shadowkv", {"rank": 9}, ONE, r"ShadowKV\.rank must be at most the head dimension, 8, got 9; try 4"),
         ("shadowkv", {"rank": 25, "joint": True}, ModelInfo(1, 3, DIM), "channels of all heads, 24, got 25; try 3"),
         ("reuse", {"dense": 1, "every": 2}, ModelInfo(2, HEADS, DIM, None, (0, 2)), "got 'auto', by which layer 1"),
-        ("reuse", {"layers": "1_2"}, SOME_LAYERS, "layers that the policy manages, got '1_2', by which layer 2 chooses"),
+        (
+            "reuse",
+            {"layers": "1_2"},
+            SOME_LAYERS,
+            "the policy manages, got '1_2', by which layer 2 chooses",
+        ),
     ],
 )
 def test_models(reader: str, options: dict[str, Any], model: ModelInfo, message: str) -> None:

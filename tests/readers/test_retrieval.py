@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import kvpolicy
 from kvpolicy import Retrieval
 from kvpolicy.engine.layer_slots import LayerSlots
+from kvpolicy.engine.reading import ReadShape, choose, need_of
 from kvpolicy.protocols import SINGLE_RANK
 from kvpolicy.readers import retrieval
 from kvpolicy.readers.clusters import ClusterTokens, need_in_clusters
@@ -227,3 +229,14 @@ def test_what_is_read_to_assign_a_key_is_counted() -> None:
     index = centers + heads * (clusters * (dim * 4 + 4) + layer.tokens * 2)
     assert layer.nbytes["index"] == index + 8
     assert layer.moved == index + centers + heads * layer.tokens * 4 + heads * dim * 4 * (2 * 16 + 1)
+
+
+def test_tokens_at_the_first_positions_are_always_read() -> None:
+    """Behind the newest and the first kept token, as far as they fit."""
+    positions = torch.tensor([[[5, 4, 3, 2, 1, 0]]], dtype=torch.int32)
+    score = torch.tensor([[[[0.0, 9.0, 8.0, 7.0, 6.0, 5.0]]]])
+    for count, want in ((2, {0, 5}), (3, {0, 1, 5}), (4, {0, 1, 2, 5}), (5, {0, 1, 2, 4, 5})):
+        shape = ReadShape(1, count, ((0, 6),))
+        needs = partial(need_of, score, ranks=SINGLE_RANK)
+        found = choose(shape, torch.tensor([9]), needs, positions, torch.tensor([6]), 1, sinks=3)
+        assert {int(positions[0, 0, slot]) for slot in found.slots[0, 0]} == want

@@ -295,3 +295,16 @@ def test_an_embedding_that_depends_on_the_length_is_refused() -> None:
     with pytest.raises(KVPolicyError, match=r"must be undone for this reader, .* try a reader that reads keys as they"):
         kvpolicy.attach(scaled("dynamic"), SPEC)
     kvpolicy.attach(scaled("dynamic"), "full+quest:read=8").detach()
+
+
+def test_positions_with_a_gap_are_refused() -> None:
+    """What stands for padding counts in the rotation, so that the first position need not be 0."""
+    model = build("llama", layers=1)
+    with torch.no_grad(), kvpolicy.attach(model, SPEC):
+        cache = PolicyCache(model, new=2)
+        ids = torch.arange(3, 33)[None]
+        model(ids[:, :20], cache=cache, position_ids=torch.arange(20)[None] + 4)
+        with pytest.raises(KVPolicyError, match="positions must go on by one"):
+            model(ids[:, 20:], cache=cache, position_ids=torch.arange(10)[None] + 29)
+        model(ids[:, 20:], cache=cache, position_ids=torch.arange(10)[None] + 24)
+        assert [layer.store.rope_offset.tolist() for layer in cache.policy_layers] == [[4]]  # pyright: ignore[reportOptionalMemberAccess]
