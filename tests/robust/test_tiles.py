@@ -84,6 +84,14 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
         torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_are_measured_over_all_tiles(family: str) -> None:
+    model = build(family)
+    ids, mask = make_batch([PROMPT, 23], [PROMPT])
+    found = whole_and_tiled(model, "squeeze+window@0.5", 13, lambda: model(ids, attention_mask=mask).cache.cosines())
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 def test_masks_of_windows_are_those_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("gemma3")
     sizes: list[tuple[int, ...]] = []
