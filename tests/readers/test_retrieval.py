@@ -182,6 +182,22 @@ def test_rows_that_are_read_in_part_lack_clusters_until_they_are_found() -> None
     assert torch.equal(index_held(layer).directions, before) and not reader.is_missing(index_held(layer), slots, 0)
 
 
+def test_new_tokens_join_clusters_until_these_are_found_again() -> None:
+    layer = Layer("full+retrieval:recent=1:read=6:cluster=3:sinks=0:rebuild=5", [24], new=20)
+    layer.prompt(*draw(24, 1))
+    before = [t.clone() for t in index_held(layer)[:4]]
+    for step in range(1, 11):
+        now = draw(1, step)
+        layer.step(*now)
+        index = index_held(layer)
+        joined = [belongs(now[1][0, h, 0].tolist(), index.directions[0, h][index.used[0, h]].tolist()) for h in (0, 1)]
+        assert index.assigned[0, :, 23 + step, 0].tolist() == joined
+        layer.between()
+        same = all(map(torch.equal, index_held(layer)[:4], before))
+        assert same == bool(step % 5)
+        before = [t.clone() for t in index_held(layer)[:4]]
+
+
 def test_a_layer_that_gets_more_slots_keeps_its_clusters() -> None:
     """Whether it becomes longer, or a row in it is read in part from now on."""
     layer = Layer("full+retrieval:recent=1:read=6:cluster=3", [24, 5], new=1)

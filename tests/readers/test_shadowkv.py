@@ -291,6 +291,12 @@ def test_heads_that_share_a_basis(selector: str) -> None:
             layer.between()
 
 
+@pytest.mark.parametrize("policy", ["h2o+shadowkv:joint=true@0.5", "snapkv+shadowkv:joint=true@0.5"])
+def test_heads_that_keep_different_tokens_share_no_basis(policy: str) -> None:
+    with pytest.raises(KVPolicyError, match="must keep the same tokens in every head to be combined with shadowkv"):
+        kvpolicy.Policy.parse(policy)
+
+
 def test_an_embedding_that_depends_on_the_length_is_refused() -> None:
     with pytest.raises(KVPolicyError, match=r"must be undone for this reader, .* try a reader that reads keys as they"):
         kvpolicy.attach(scaled("dynamic"), SPEC)
