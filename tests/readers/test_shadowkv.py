@@ -15,8 +15,9 @@ from kvpolicy.protocols import Read
 from kvpolicy.readers import shadowkv
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.engine.parts import index_of
 from tests.kernels.test_rotary import scaled
-from tests.readers.bench import DIM, Layer, draw
+from tests.readers.bench import DIM, HEADS, Layer, draw, slow_output
 from tests.reference.readers.shadowkv import singular_vectors
 from tests.sampling import each_once, product
 
@@ -87,6 +88,40 @@ def test_landmarks_and_coefficients_leave_out_empty_slots() -> None:
     assert index.landmarks.tolist() == [[[[2.0, 3.0], [5.0, 6.0]]]]
     assert reader.coefficients(index).abs().flatten().tolist() == [1.0, 3.0, 5.0, 0.0]
     assert reader.rebuild_keys(index, torch.tensor([[[1, 3]]])).tolist() == [[[[3.0, 0.0], [0.0, 0.0]]]]
+
+
+@pytest.mark.parametrize(
+    ("recent", "sinks", "read", "base"),
+    [(1, 0, 8, "full"), (3, 2, 8, "h2o"), (7, 5, 12, "full"), (2, 1, 4, "h2o"), (30, 30, 8, "full")],
+)
+def test_the_newest_and_the_first_tokens_have_their_own_keys(recent: int, sinks: int, read: int, base: str) -> None:
+    """As many as are read, and no other; also where the last page is shorter, so that a slot is named twice."""
+    at = "@0.5" if base == "h2o" else ""
+    text = f"{base}+shadowkv:page=2:rank=2:read={read}:recent={recent}:sinks={sinks}:rebuild=50{at}"
+    layer = Layer(text, [20 if at else 40], new=9)
+    layer.prompt(*draw(40, 3))
+    for step in range(9):
+        q, k, v = draw(1, 30 + step)
+        out = layer.step(q, k, v)
+        read_by_head = [layer.positions_read(0, head) for head in range(HEADS)]
+        assert all(40 + step in each for each in read_by_head)
+        assert torch.allclose(out.double(), slow_output(layer, q, [read_by_head]), atol=1e-5)
+        layer.between()
+
+
+def test_generated_tokens_are_in_the_basis_of_the_prompt_until_it_is_found_again() -> None:
+    layer = Layer("full+shadowkv:read=8:rank=3:page=2:recent=1:rebuild=5", [24], new=20)
+    layer.prompt(*draw(24, 1))
+    reads: Any = layer.store.tensors.reads
+    before = reads.index.vectors.clone()
+    for step in range(1, 11):
+        now = draw(1, step)
+        layer.step(*now)
+        rebuilt = layer.policy.reader.rebuild_keys(reads.index, torch.full((1, HEADS, 1), 23 + step))  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.allclose(rebuilt, now[1] @ before @ before.mT, atol=1e-5)
+        layer.between()
+        assert torch.equal(reads.index.vectors, before) == bool(step % 5)
+        before = reads.index.vectors.clone()
 
 
 RANK = 3
@@ -189,6 +224,18 @@ def test_moments_are_summed_in_tiles(joint: str, monkeypatch: pytest.MonkeyPatch
         bases.append(vectors_of(layer))
     for each in bases[1:]:
         assert torch.allclose(each @ each.mT, bases[0] @ bases[0].mT, atol=1e-5)
+
+
+def test_the_basis_is_of_tokens_and_not_of_what_stands_in_empty_slots() -> None:
+    layer = Layer(SPEC, [24], new=9)
+    layer.prompt(*draw(24, 1))
+    before = vectors_of(layer).clone()
+    tensors = layer.store.tensors
+    empty = tensors.positions < 0
+    assert bool(empty.any())
+    tensors.keys[empty] = torch.nan
+    index_of(layer.store).rebuild(placed=torch.ones(1, dtype=torch.bool))
+    assert torch.equal(vectors_of(layer), before)
 
 
 def test_a_row_that_begins_in_a_step_gets_a_basis_before_it_needs_one() -> None:
