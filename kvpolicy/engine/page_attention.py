@@ -1,4 +1,4 @@
-"""Attention of one token per row to slots in pages: a softmax over all pages of a head, computed page by page."""
+"""Attention of one token per row to slots in pages: a softmax in each page, and one over the pages of a head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.pages import Owners, as_pages, buffer_pages
+from kvpolicy.engine.pages import Owners, as_pages, buffer_pages, shares_of_slots, sum_pages
 from kvpolicy.kernels.products import add_products, matmul
 
 
@@ -19,8 +19,13 @@ class StoredPages(Protocol):
         """Scores of the queries of heads [B, H, G, D] against the keys of their pages, [B, NB, G, P] fp32."""
         ...
 
-    def mix(self, weights: Tensor, owners: Owners) -> Tensor:
-        """Values weighted by [B, NB, G, P] fp32 and added up for each head, [B, H, G, D] fp32."""
+    def mix(self, weights: Tensor, share: Tensor) -> Tensor:
+        """Values weighted in each page and added up for each head, [B, H, G, D] fp32.
+
+        Args:
+            weights: Of each slot in its page, [B, NB, G, P] fp32.
+            share: Of each page in each head, [B, G, H, NB] fp32; 0 in other heads.
+        """
         ...
 
 
@@ -34,9 +39,9 @@ class ExactPages(NamedTuple):
         """See `StoredPages.scores`."""
         return transform.scores(owners.for_pages(queries), self.keys)
 
-    def mix(self, weights: Tensor, owners: Owners) -> Tensor:
+    def mix(self, weights: Tensor, share: Tensor) -> Tensor:
         """See `StoredPages.mix`."""
-        return owners.sum_pages(matmul(weights.to(self.values.dtype), self.values).float())
+        return sum_pages(matmul(weights.to(self.values.dtype), self.values).float(), share)
 
 
 class BufferedPages(NamedTuple):
@@ -56,7 +61,7 @@ class BufferedPages(NamedTuple):
 
     def scores(self, queries: Tensor, owners: Owners, transform: ScoreTransform) -> Tensor:
         """See `StoredPages.scores`."""
-        of_pages = self.pages.scores(queries, owners.first(self._before(owners)), transform)
+        of_pages = self.pages.scores(queries, owners.first(self._before(owners.head.shape[1])), transform)
         heads, group = queries.shape[1:3]
         # [B, H, G, E] -> [B, H * n, G, P]: the group takes the place of the row while slots become pages.
         of_buffers = as_pages(transform.scores(queries, self.keys).flatten(1, 2), self.size)
@@ -64,17 +69,18 @@ class BufferedPages(NamedTuple):
         # The scores of all slots are copied, which is less than to find the softmax of each head in two parts.
         return torch.cat([of_pages, of_buffers], 1)
 
-    def mix(self, weights: Tensor, owners: Owners) -> Tensor:
+    def mix(self, weights: Tensor, share: Tensor) -> Tensor:
         """See `StoredPages.mix`."""
-        before = self._before(owners)
-        mixed = self.pages.mix(weights[:, :before], owners.first(before))
-        of_buffers = weights[:, before:].unflatten(1, (self.keys.shape[1], -1)).transpose(2, 3).flatten(3)
+        before = self._before(weights.shape[1])
+        mixed = self.pages.mix(weights[:, :before], share[..., :before])
+        of_buffers = weights[:, before:] * shares_of_slots(share[..., before:])
+        of_buffers = of_buffers.unflatten(1, (self.keys.shape[1], -1)).transpose(2, 3).flatten(3)
         return add_products(mixed, of_buffers[..., : self.keys.shape[2]], self.values)
 
-    def _before(self, owners: Owners) -> int:
-        """Pages before those of the buffers."""
+    def _before(self, pages: int) -> int:
+        """Pages before those of the buffers, of all pages."""
         heads, slots = self.keys.shape[1:3]
-        return owners.head.shape[1] - heads * buffer_pages(slots, self.size)
+        return pages - heads * buffer_pages(slots, self.size)
 
 
 class PageAttention(NamedTuple):
@@ -82,27 +88,29 @@ class PageAttention(NamedTuple):
 
     Attributes:
         out: The output, [B, Hq, 1, D].
-        exponentials: Those of the scores less the largest score of the head, [B, NB, G, P] fp32.
-        top: The largest score of each head, [B, H, G] fp32.
-        total: The sum of a head's exponentials, [B, H, G] fp32.
-        owners: The owners of the pages.
+        within: The attention weights of each page on its own, [B, NB, G, P] fp32.
+        share: The share of each page in the attention of each head, [B, G, H, NB] fp32; 0 in other heads.
+        normalizers: The logarithm of the sum of the exponentials of the scores of each page, [B, G, H, NB] fp32; the
+            lowest number in other heads.
+        sinks: The sink of each query head, [G, H] fp32, or None.
     """
 
     out: Tensor
-    exponentials: Tensor
-    top: Tensor
-    total: Tensor
-    owners: Owners
+    within: Tensor
+    share: Tensor
+    normalizers: Tensor
+    sinks: Tensor | None
 
     @property
     def weights(self) -> Tensor:
         """The attention weights, [B, NB, G, P] fp32."""
-        return self.exponentials / self.owners.for_pages(self.total)[..., None]
+        return self.within * shares_of_slots(self.share)
 
     @property
     def normalizer(self) -> Tensor:
         """The logarithm of the sum of the exponentials of the scores, [B, H, G] fp32."""
-        return self.top + self.total.log()
+        every = self.normalizers.logsumexp(-1)
+        return (every if self.sinks is None else torch.logaddexp(every, self.sinks)).transpose(1, 2)
 
 
 def attend_pages(
@@ -117,8 +125,8 @@ def attend_pages(
 ) -> PageAttention:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
-    Every page is scored and mixed on its own, as if it were a head. The softmax of a head needs the maxima and sums of
-    its pages, which are small: no key or value is moved.
+    Every page is scored and mixed on its own, as if it were a head. The softmax of a head is that of each of its pages
+    times that of the normalizers of the pages, which are few beside the slots: no key or value is moved.
 
     Args:
         q: [B, Hq, 1, D].
@@ -129,26 +137,26 @@ def attend_pages(
         counts: Logarithm of the number of tokens that each slot stands for, [B, NB, P] fp32; None if it is always one.
         none_alone: Whether each head is known to attend to a slot; it is if no slot is empty.
     """
-    heads = owners.member.shape[1]
-    none_alone = none_alone or empty is None
-    sinks = None if transform.sinks is None else transform.sinks.float().view(heads, -1)
-    # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
+    heads = owners.others.shape[1]
+    low = torch.finfo(torch.float32).min  # not -inf, of which the softmax of a page without any token is NaN
+    # An unused page gets the queries of the last head, and a share of 0 in every head.
     score = pages.scores(q.squeeze(2).unflatten(1, (heads, -1)), owners, transform)
     if counts is not None:  # after scale and softcap, as everywhere
         score = score + counts[:, :, None]
     if empty is not None:
-        score = score.masked_fill(empty[:, :, None], -torch.inf)
-    # A head's largest score; [B, H, NB, G] is small beside the slots.
-    top = score.amax(-1)[:, None].masked_fill(owners.others[..., None], -torch.inf).amax(2)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    if not none_alone:  # a row without any token has no score but -inf, and -inf minus -inf is NaN
-        top = top.clamp_min(torch.finfo(torch.float32).min)
-    weights = torch.exp(score - owners.for_pages(top)[..., None])
-    total = owners.member @ weights.sum(-1)  # [B, H, G]
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    if not none_alone:
-        total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
-    out = pages.mix(weights, owners) / total[..., None]
-    return PageAttention(out.to(q.dtype).flatten(1, 2).unsqueeze(2), weights, top, total, owners)
+        score = score.masked_fill(empty[:, :, None], low)
+    within = score.softmax(-1)
+    # The largest weight is exp(largest score - normalizer), and at least 1 / P.
+    normalizers = (score.amax(-1) - within.amax(-1).log()).transpose(1, 2)[:, :, None]
+    others = owners.others[:, None]
+    normalizers = normalizers.masked_fill(others, low)
+    share = normalizers.softmax(-1)
+    if empty is not None and not none_alone:  # a head without any token attends to nothing
+        within = within.masked_fill(empty[:, :, None], 0)
+        share = share.masked_fill(others, 0)
+    sinks = None
+    if transform.sinks is not None:
+        sinks = transform.sinks.float().view(heads, -1).mT
+        share = share * torch.sigmoid(normalizers.logsumexp(-1) - sinks)[..., None]
+    out = pages.mix(within, share).to(q.dtype)
+    return PageAttention(out.flatten(1, 2).unsqueeze(2), within, share, normalizers, sinks)

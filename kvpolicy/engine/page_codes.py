@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.common import CHUNK_SLOTS, chunks, token_ranges
-from kvpolicy.engine.pages import Owners, PageTable, of_their_heads
+from kvpolicy.engine.pages import Owners, PageTable, of_their_heads, sum_pages
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
@@ -130,9 +130,9 @@ class CodedPages:
             return self._stage.score(self._whole, queries, None)
         return self._stage.score(self._whole, _as_rows(queries), None).unflatten(0, self._head.shape).squeeze(2)
 
-    def mix(self, weights: Tensor, owners: Owners) -> Tensor:
+    def mix(self, weights: Tensor, share: Tensor) -> Tensor:
         """See `StoredPages.mix`."""
-        return owners.sum_pages(self._mix(weights.to(self._dtype)))
+        return sum_pages(self._mix(weights.to(self._dtype)), share)
 
     def _mix(self, weights: Tensor) -> Tensor:
         """Weighted values of each page, [B, NB, G, D] fp32."""

@@ -98,15 +98,6 @@ def owned_by(owner: Tensor, heads: int) -> Tensor:
     return owner[:, None] == torch.arange(heads, device=owner.device)[:, None]
 
 
-def _membership(owner: Tensor, numbers: Tensor) -> Tensor:
-    """1 for the pages [B, NB] of each head with one of the `numbers` [H] and 0 for others, [B, H, NB] fp32."""
-    mine = owner[:, None], numbers[:, None]
-    if torch.compiler.is_compiling():
-        return torch.eq(*mine).to(torch.float32)
-    shape = owner.shape[0], len(numbers), owner.shape[1]
-    return torch.eq(*mine, out=owner.new_empty(shape, dtype=torch.float32))  # in one operation
-
-
 def _non_membership(owner: Tensor, numbers: Tensor) -> Tensor:
     """Which pages [B, NB] do not belong to each head with one of the `numbers` [H], [B, H, NB] bool."""
     return owner[:, None] != numbers[:, None]
@@ -117,13 +108,11 @@ class Owners(NamedTuple):
 
     Attributes:
         head: Head of each page, [B, NB] int64; the last head for a page that a row does not use.
-        member: Which pages belong to each head, [B, H, NB] fp32: 1 or 0.
-        others: Which do not, [B, H, NB] bool.
+        others: Which pages do not belong to each head, [B, H, NB] bool.
         unused: Pages that a row does not use, [B, NB] bool; None if there are none.
     """
 
     head: Tensor
-    member: Tensor
     others: Tensor
     unused: Tensor | None
 
@@ -131,11 +120,10 @@ class Owners(NamedTuple):
     def of(cls, owner: Tensor, heads: int, once: Callable[..., Tensor], *, all_used: bool = False) -> Owners:
         """Those of pages with an `owner` [B, NB] each; `once` is that of a `StepMemo`."""
         numbers = once(torch.arange, heads, device=owner.device)
-        member = once(_membership, owner, numbers)
         others = once(_non_membership, owner, numbers)
         if all_used:
-            return cls(owner, member, others, None)
-        return cls(once(torch.clamp_max, owner, heads - 1), member, others, once(torch.eq, owner, heads))
+            return cls(owner, others, None)
+        return cls(once(torch.clamp_max, owner, heads - 1), others, once(torch.eq, owner, heads))
 
     @property
     def owned(self) -> Tensor:
@@ -145,16 +133,22 @@ class Owners(NamedTuple):
     def first(self, number: int) -> Owners:
         """Those of the first pages."""
         unused = None if self.unused is None else self.unused[:, :number]
-        return Owners(self.head[:, :number], self.member[..., :number], self.others[..., :number], unused)
+        return Owners(self.head[:, :number], self.others[..., :number], unused)
 
     def for_pages(self, t: Tensor) -> Tensor:
         """The entry of each page's head, [B, H, ...] -> [B, NB, ...]; of an unused page, that of the last head."""
         return of_their_heads(t, self.head)
 
-    def sum_pages(self, t: Tensor) -> Tensor:
-        """The sum over the pages of each head, [B, NB, G, D] fp32 -> [B, H, G, D]."""
-        # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
-        return (self.member @ t.flatten(2)).unflatten(2, t.shape[2:])
+
+def sum_pages(t: Tensor, share: Tensor) -> Tensor:
+    """The sum over pages [B, NB, G, D] fp32 weighted by their shares [B, G, H, NB] in each head, [B, H, G, D]."""
+    # A product, not a scatter: it adds the pages of a head in one order on every device.
+    return (share @ t.transpose(1, 2)).transpose(1, 2)
+
+
+def shares_of_slots(share: Tensor) -> Tensor:
+    """The share of each page in its head, of shares [B, G, H, NB] that are 0 in other heads: [B, NB, G, 1]."""
+    return share.sum(2).transpose(1, 2)[..., None]
 
 
 def of_pages(of_heads: Tensor, owner: Tensor) -> Tensor:

@@ -36,12 +36,12 @@ LIMITS = {
     "kivi:bits=4": 58,
     "snapkv+kivi:bits=4@0.5": 71,
     "snapkv+tokenwise:bits=4@0.5": 72,
-    "uniform/adakv+snapkv@0.2": 70,
-    "uniform/adakv+h2o@0.2": 73,
-    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 93,
+    "uniform/adakv+snapkv@0.2": 67,
+    "uniform/adakv+h2o@0.2": 70,
+    "uniform/adakv+snapkv+tokenwise:bits=4@0.5": 92,
     "full+quest:read=64:dense=0": 78,
     "snapkv+quest:read=64:dense=0@0.5": 136,
-    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 95,
+    "uniform/adakv+kvzip+tokenwise:bits=4@0.5": 94,
 }
 """The most operations per layer of a step that encodes no block; lower them when a step needs fewer."""
 

@@ -368,3 +368,13 @@ def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None
     want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
     assert found.out.flatten().tolist() == [want]
     assert found.weights.sum(-1).flatten().tolist() == [1 - want, want]
+
+
+def test_a_head_without_a_token_attends_to_nothing() -> None:
+    """Whether its page is empty or it has none; in a row that has not begun, no head has one."""
+    pages = ExactPages(torch.ones(2, 2, 4, 1), torch.ones(2, 2, 4, 1))
+    empty = torch.tensor([[False, True], [True, True]])[..., None].expand(2, 2, 4)
+    owners = Owners.of(torch.tensor([[0, 1], [0, 3]]), 3, ALONE.once)
+    found = attend_pages(torch.ones(2, 3, 1, 1), pages, empty, owners, ScoreTransform(1.0))
+    assert found.out.flatten().tolist() == [1, 0, 0, 0, 0, 0]
+    assert found.weights.sum((2, 3)).tolist() == [[1, 0], [0, 0]]
