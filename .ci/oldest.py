@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import re
 import runpy
+import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ def text(name: str) -> str:
 
 
 def project() -> dict[str, Any]:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     return tomllib.loads(text("pyproject.toml"))
 
 
@@ -39,6 +40,15 @@ def test_hosted_ci_runs_every_job() -> None:
     parts = [job for job in jobs if job.startswith("slow ")]
     assert sorted(parts) == [f"slow {number}/{len(parts)}" for number in range(1, len(parts) + 1)]
     assert sorted({*jobs} - {*parts} | {"slow"}) == sorted(known)
+
+
+def test_pinned_versions_are_those_that_pytorch_requires() -> None:
+    """A build for CUDA requires one version of Triton; where none is required, the note of the pin is checked."""
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text("constraints.txt"), re.MULTILINE))
+    assert f"PyTorch {pins['torch']} for CUDA" in text("constraints.txt")
+    for required in importlib.metadata.requires("torch") or ():
+        name, _, version = required.partition(";")[0].strip().partition("==")
+        assert name not in pins or not version or pins[name] == version
 
 
 def test_the_readme_has_no_command_that_the_script_does_not_run() -> None:
@@ -140,7 +150,6 @@ class TestOldest:
     """Constraints to the lowest versions that a project admits."""
 
     def of(self, project: dict[str, Any]) -> dict[str, str]:
-        pytest.importorskip("tomllib")
         return runpy.run_path(str(ROOT / ".ci" / "oldest.py"))["oldest"](project)
 
     def made(self, *requirements: str, **extras: list[str]) -> dict[str, str]:

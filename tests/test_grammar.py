@@ -265,7 +265,7 @@ words = st.sampled_from(
 
 
 @given(st.text() | st.lists(words).map("".join) | st.lists(words | st.text(max_size=2)).map("".join))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_text_is_a_policy_or_a_value_error(text: str) -> None:
     try:
         policy = Policy.parse(text)

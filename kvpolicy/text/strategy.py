@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-# PyTorch requires this package. From Python 3.11 on, it is in `typing` too.
-from typing_extensions import dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from kvpolicy.text.arguments import named_options
 from kvpolicy.text.errors import KVPolicyError

@@ -50,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     shutil.copy(HERE / "program.py", folder)
     (folder / "wrong.py").write_text(WRONG, encoding="utf-8")
     paths = sorted({str(where(package).parent) for package in PACKAGES})
-    settings = {"typeCheckingMode": "strict", "pythonVersion": "3.10", "extraPaths": paths}
+    settings = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "extraPaths": paths}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
