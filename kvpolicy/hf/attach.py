@@ -403,7 +403,8 @@ def _rotations(sites: Sites, evictable: list[int], part: str) -> dict[int, Rope]
 def _check_fresh(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KVPolicyTypeError(
-            f"The model must be a torch.nn.Module, got {shorten(repr(model))}; try a model of from_pretrained."
+            f"The model must be a torch.nn.Module, got {shorten(repr(model))}; try "
+            f"{_model_inside(model) or 'a model of from_pretrained'}."
         )
     if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise KVPolicyError(
@@ -423,5 +424,14 @@ def _check_fresh(model: nn.Module) -> None:
     if not hasattr(model, "config"):
         raise KVPolicyError(
             f"The model must be a causal language model of transformers, got {type(model).__name__}, which has no "
-            "config; try AutoModelForCausalLM.from_pretrained."
+            f"config; try {_model_inside(model) or 'AutoModelForCausalLM.from_pretrained'}."
         )
+
+
+def _model_inside(wrapper: object) -> str | None:
+    """How to reach the model in a pipeline, or in a module around it; None if there is none."""
+    for name in ("model", "module"):
+        found = getattr(wrapper, name, None)
+        if isinstance(found, nn.Module) and hasattr(found, "config"):
+            return f"its attribute {name!r}, which is a {type(found).__name__}"
+    return None

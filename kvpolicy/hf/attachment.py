@@ -259,8 +259,8 @@ def detached() -> KVPolicyError:
 def not_copied(policy: Policy) -> KVPolicyTypeError:
     """The error for a copy of a model with a policy: its hooks would work for the original."""
     return KVPolicyTypeError(
-        f"A model must have no policy attached to be copied, got {shorten(str(policy))}; try detach(), then attach to "
-        "both."
+        f"A model must have no policy attached to be copied, got {shorten(str(policy))}; try to attach once the "
+        "copy is made, as a trainer's, or detach(), then attach to both."
     )
 
 

@@ -119,14 +119,13 @@ def attention_forward(
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
     how = {"scaling": scaling, "softcap": softcap, **kwargs}
-    if policy_cache is None and key.shape[2] != query.shape[2]:
-        _check_attached(stock, module)
-    if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+    if policy_cache is None:
+        if key.shape[2] != query.shape[2]:
+            _check_attached(stock, module)
         _check_arguments(module, kwargs, allowed=REFUSED)  # which the stock function takes
         return _as_stock(stock, module, query, key, value, attention_mask, how)
     _check_arguments(module, kwargs)
-    # Without a cache, a mask says what is seen, whatever the argument.
-    if policy_cache is not None and kwargs.get("is_causal") is False:
+    if kwargs.get("is_causal") is False:
         raise _looks_ahead(module)
     attention = attend
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -143,33 +142,28 @@ def attention_forward(
     if key.shape[:3] != value.shape[:3] or rest:
         raise _other_heads(module, query, key, value)
     if kwargs.get("dropout"):
-        if policy_cache is not None:
-            raise _drops_attention(kwargs["dropout"])
-        run = _stock_attention(stock, module)
-        return run(module, query, key, value, _stock_mask(stock, query, key, attention_mask), **how)
+        raise _drops_attention(kwargs["dropout"])
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query = query.to(value.dtype)
         key = key.to(value.dtype)
     transform = ScoreTransform(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    if policy_cache is None:
-        out, _ = attend(query, key, value, transform, None, attention_mask, False)
-    else:
-        layer_idx: Any = module.layer_idx
-        with outside_autocast(query.device):
-            given = (query, key, value, attention_mask, transform, policy_call)
-            if attention is not attend and isinstance(policy_cache, CacheForward):
-                out = policy_cache.attend(layer_idx, *given, attention)
-            else:
-                out = policy_cache.attend(layer_idx, *given)
+    layer_idx: Any = module.layer_idx
+    with outside_autocast(query.device):
+        given = (query, key, value, attention_mask, transform, policy_call)
+        if attention is not attend and isinstance(policy_cache, CacheForward):
+            out = policy_cache.attend(layer_idx, *given, attention)
+        else:
+            out = policy_cache.attend(layer_idx, *given)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _as_stock(
     stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    """The stock function for a layer without slots."""
-    if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
-        mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
+    """The stock function for a layer without slots, and for a forward without a cache."""
+    looks_ahead = mask is None and stock == "eager" and getattr(module, "is_causal", True)
+    if looks_ahead or (mask is not None and mask.dim() == 2):
+        mask = _stock_mask(stock, query, key, mask)
     return _stock_attention(stock, module)(module, query, key, value, mask, **how)
 
 
@@ -230,7 +224,7 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any], allowed: tuple[s
 
 
 def _behind(
-    policy_cache: CacheForward | PassingCache | LatentAttention | None, module: nn.Module, mask: Tensor, new: int
+    policy_cache: CacheForward | PassingCache | LatentAttention, module: nn.Module, mask: Tensor, new: int
 ) -> Tensor | None:
     """Read a mask of pairs of tokens: which new tokens are not padding, if it hides nothing else behind earlier ones.
 

@@ -200,7 +200,8 @@ def check_stock(cache: object) -> None:
     if hasattr(cache, _REPLACED):
         raise KVPolicyError(
             "A DynamicCache must be new, got one that was given to an earlier call and stays empty, since the policy "
-            f"created its own cache; try that call's out.{CACHE}, or a kvpolicy.PolicyCache(model)."
+            f"created its own cache; try a kvpolicy.PolicyCache(model) for all calls, or that call's out.{CACHE}, for "
+            "which generate needs return_dict_in_generate=True."
         )
 
 

@@ -6,6 +6,7 @@ import copy
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,18 @@ def test_twice_is_refused() -> None:
     for again in (model, model.model):
         with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="already attached"):
             kvpolicy.attach(again, "h2o")
+
+
+def test_what_stands_around_a_model_is_refused_by_the_name_of_the_model() -> None:
+    model = build("llama")
+    named = "try its attribute '{}', which is a LlamaForCausalLM."
+    pipeline: Any = SimpleNamespace(model=model)
+    with pytest.raises(TypeError, match=named.format("model")):
+        kvpolicy.attach(pipeline, "window")
+    with pytest.raises(ValueError, match=named.format("module")):
+        kvpolicy.attach(nn.DataParallel(model), "window")
+    with pytest.raises(ValueError, match=r"try AutoModelForCausalLM\.from_pretrained"):
+        kvpolicy.attach(nn.DataParallel(nn.Linear(2, 2)), "window")
 
 
 def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
