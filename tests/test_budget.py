@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpolicy import KVPolicyError, KVPolicyTypeError, Share
@@ -165,6 +165,7 @@ def test_a_batch_is_its_rows(one: tuple[list[float], int, int, int], two: tuple[
 
 
 @given(st.floats(0, 1, exclude_min=True), st.integers(1, 10**18 - 1), st.integers(0, 10**6))
+@example(0.2, 10, 50)
 def test_a_share_is_read_as_it_is_written(fraction: float, least: int, tokens: int) -> None:
     budget = Share(fraction, least=least)
     for text in (format_budget(budget), str(json_budget(budget)), f" {fraction!r} : least = {least} "):

@@ -37,9 +37,6 @@ step: conditions that hold for one cache are then taken to hold for all. The com
 turns the compiler on again when it ends, also after an error.
 """
 
-_REPLACED = "_kvpolicy_replaced"
-"""Attribute of a stock cache that a PolicyCache replaced; copies have it too, unlike entries of a weak dictionary."""
-
 
 def bind_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,7 +181,7 @@ def makes_both_caches(decoder: nn.Module) -> bool:
 
 
 def check_stock(cache: object) -> None:
-    """Raise KVPolicyError unless a stock cache can be replaced: it must be the ordinary one, empty and new."""
+    """Raise KVPolicyError unless a stock cache can `become` one under a policy: the ordinary one, if it is empty."""
     is_offloading = getattr(cache, "offloading", False)
     if type(cache) is not DynamicCache or is_offloading:
         kind = ("offloaded " if is_offloading else "") + type(cache).__name__
@@ -197,17 +194,19 @@ def check_stock(cache: object) -> None:
             f"A DynamicCache must be empty under a policy, got one that was filled without it by "
             f"{cache.get_seq_length()} tokens; try an empty one, or a kvpolicy.PolicyCache."
         )
-    if hasattr(cache, _REPLACED):
-        raise KVPolicyError(
-            "A DynamicCache must be new, got one that was given to an earlier call and stays empty, since the policy "
-            f"created its own cache; try a kvpolicy.PolicyCache(model) for all calls, or that call's out.{CACHE}, for "
-            "which generate needs return_dict_in_generate=True."
-        )
 
 
-def note_replaced(cache: Cache) -> None:
-    """Mark a stock cache that a call was given: it stays empty, and so do its copies."""
-    setattr(cache, _REPLACED, True)
+def become(stock: Cache, cache: PolicyCache) -> None:
+    """Make a stock cache that a call was given the cache under the policy, as a stock model would have filled it.
+
+    A loop may pass the same object in each turn, and read its length. Both are one cache from now on.
+
+    Args:
+        stock: A cache that `check_stock` takes.
+        cache: A new cache.
+    """
+    stock.__class__ = PolicyCache  # pyright: ignore[reportAttributeAccessIssue]
+    stock.__dict__ = cache.__dict__
 
 
 def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:

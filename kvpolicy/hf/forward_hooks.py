@@ -90,7 +90,7 @@ class ForwardHooks:
             return args, kwargs  # the model says so itself
         given = kwargs.get(self._cache_name)
         if self._makes_both and isinstance(given, EncoderDecoderCache):
-            given = given.self_attention_cache
+            given = kwargs[self._cache_name] = given.self_attention_cache
         if self._attachment.model_shape.owners and tokens.shape[1] > 1 and cuts(self._names):
             self._read_whole(module, kwargs, tokens, given)
         if isinstance(given, PassingCache):  # it stores nothing, and its maker has checked what it passes
@@ -129,7 +129,7 @@ class ForwardHooks:
         self.running.cache = cache
         # Last, since a call that was refused has not used the stock cache, which may be passed again.
         if given is not None and given is not cache:
-            forward_calls.note_replaced(given)
+            forward_calls.become(given, cache)
         return forward_calls.with_positions(cache, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvpolicy.hf import forward_calls
 from kvpolicy.hf.announced import Announced
@@ -196,15 +196,16 @@ def offer_cache(model: nn.Module, recent: RecentCache, deltas: RopeDeltas | None
             given.expect(forward_calls.row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
-        if given is None and isinstance(model_kwargs.get(CACHE), Cache):
-            forward_calls.check_stock(model_kwargs[CACHE])
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, Cache) and not isinstance(given, PolicyCache | EncoderDecoderCache):
+            forward_calls.check_stock(cache)
             prompt = forward_calls.row_lengths(model_kwargs, columns)
-            cache = model_kwargs[CACHE] = PolicyCache(model, prompt=prompt, new=new)
+            forward_calls.become(cache, PolicyCache(model, prompt=prompt, new=new))
             if getattr(generation_config, "is_assistant", False):  # as transformers does with its own cache
                 cache.activate_past_recording()
-        if isinstance(model_kwargs.get(CACHE), PolicyCache):
-            recent.expect(model_kwargs[CACHE], length + 1 if columns else None)
-            ask_to_compile(inner, model_kwargs[CACHE], generation_config)
+        if isinstance(cache, PolicyCache):
+            recent.expect(cache, length + 1 if columns else None)
+            ask_to_compile(inner, cache, generation_config)
         return result
 
     _set(inner, "_prepare_cache_for_generation", prepare_cache, undo)
@@ -246,17 +247,21 @@ def _noting(generate: Callable[..., Any], recent: RecentCache, deltas: RopeDelta
 
 @contextmanager
 def _announcing(cache: Cache | None) -> Generator[None]:
-    """Forget what a generation announced to a cache if it was refused before the first token."""
-    if not isinstance(cache, PolicyCache):
-        yield
-        return
-    announced = cache.announced
-    seen = cache.get_seq_length()
+    """Leave a cache as it was, also a stock one, if a generation was refused before the first token."""
+    kind = type(cache)
+    held = {} if cache is None else vars(cache)
+    is_ours = isinstance(cache, PolicyCache)
+    announced = cache.announced if is_ours else None
+    seen = cache.get_seq_length() if is_ours else 0
     try:
         yield
     except KVPolicyError:
-        if not cache.forward.runs and cache.get_seq_length() == seen:
-            cache.announced = announced
+        if isinstance(cache, PolicyCache) and not cache.forward.runs and cache.get_seq_length() == seen:
+            if announced is not None:
+                cache.announced = announced
+            else:
+                cache.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
+                cache.__dict__ = held
         raise
 
 

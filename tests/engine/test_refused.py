@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 import kvpolicy
+from kvpolicy import PolicyCache
 from kvpolicy.hf.forward_calls import check_step
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import make_batch
@@ -268,36 +271,46 @@ def test_what_is_no_ordinary_cache(cache: Any, name: str) -> None:
         one_sentence(error.value)
 
 
-def test_an_empty_stock_cache_is_replaced() -> None:
-    """Code that makes a DynamicCache before each call goes on working."""
+@pytest.mark.parametrize("policy", ["full", "window@0.5", "squeeze+snapkv+kivi:group_size=2:residual_length=2@0.5"])
+def test_a_stock_cache_that_is_passed_in_each_turn(policy: str) -> None:
+    """Becomes the cache under the policy, in `generate` and in forwards: a loop may read its length, and copy it."""
     model = build("llama")
-    ids, mask = make_batch([20], [20])
-    with kvpolicy.attach(model, "window@0.5") as handle:
-        with torch.no_grad():
-            out = model(ids, cache=DynamicCache(config=model.config), use_cache=True)
-        assert out.cache is handle.cache
-        model.generate(ids, attention_mask=mask, cache=DynamicCache(), max_new_tokens=3, do_sample=False)
-        assert handle.cache is not None and handle.cache.policy_layers[0].budget.tolist() == [10]
+    ids, _ = make_batch([20, 20], [30])
+    for run in (generate_turn, forward_turn):
+        with torch.no_grad(), kvpolicy.attach(model, policy):
+            ours = PolicyCache(model)
+            given: Any = DynamicCache(config=model.config)
+            assert torch.equal(run(model, ids[:, :20], given), run(model, ids[:, :20], ours))
+            assert given.get_seq_length() == ours.get_seq_length() >= 20
+            other = copy.deepcopy(given)
+            for cache in (given, other):
+                assert torch.equal(run(model, ids, cache), run(model, ids, copy.deepcopy(ours)))
+            assert isinstance(given, PolicyCache) and given.nbytes == other.nbytes
+        with pytest.raises(ValueError, match="must be attached to its model, got a detached one"):
+            model(ids, cache=given)
 
 
-@pytest.mark.parametrize("policy", ["full", "window@0.5"])
-def test_a_stock_cache_is_replaced_once(policy: str) -> None:
-    """It stays empty: a loop that counts on its being filled would forget all that it was told, in silence."""
+def generate_turn(model: Any, text: Tensor, cache: Any) -> Tensor:
+    return model.generate(text, cache=cache, max_new_tokens=4, do_sample=False)
+
+
+def forward_turn(model: Any, text: Tensor, cache: Any) -> Tensor:
+    return model(text[:, cache.get_seq_length() :], cache=cache).logits
+
+
+def test_a_stock_cache_of_a_refused_call_stays_one() -> None:
     model = build("llama")
-    ids, _ = make_batch([20], [20])
+    ids, mask = make_batch([20, 12], [20])
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), kvpolicy.attach(model, policy):
-        out = model(ids, cache=cache)
-        for again in (cache, copy.deepcopy(cache)):
-            with pytest.raises(ValueError, match="given to an earlier call") as error:
-                model(ids[:, :1], cache=again)
-            one_sentence(error.value)
-            with pytest.raises(ValueError, match="given to an earlier call"):
-                model.generate(ids, cache=again, max_new_tokens=2)
-        model(ids[:, :1], cache=out.cache)
-        assert out.cache.policy_layers[0].length.tolist() == [21]
-    with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(ValueError, match="given to an earlier call"):
-        model(ids[:, :1], cache=cache)
+    with torch.no_grad(), kvpolicy.attach(model, "h2o@0.5"):
+        for wrong, message in ((mask.flip(1), "must end with a token"), (mask[:, :9], "attention mask must have")):
+            for call in (partial(model.generate, max_new_tokens=2), model):
+                if call is not model or wrong.shape != mask.shape:
+                    with pytest.raises(ValueError, match=message):
+                        call(ids, attention_mask=wrong, cache=cache)
+                assert type(cache) is DynamicCache
+    out = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=2, do_sample=False)
+    assert cache.get_seq_length() == 21 and out.shape == (2, 22)
 
 
 def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:

@@ -221,6 +221,7 @@ def test_choices_of_a_prompt_share_its_reading() -> None:
     run(scheduler)
     assert model.reads == [[20, 21], [20, 21]]
     assert [each.text for each in asked] == [counted([20, 21], new) for new in (3, 4, 5, 3)]
+    assert [each.usage for each in asked] == [each.text[:-1] for each in asked]  # each has a cache of its own
 
 
 def test_a_prompt_that_was_read_for_cancelled_choices_is_forgotten() -> None:
