@@ -64,7 +64,9 @@ def test_the_text_is_that_of_model_generate(policy: str, tiny: Tiny, generate: G
     out, err = generate([PROMPT, "--policy", policy, "--new", "14"])
     text, tokens, cache = wanted(tiny, PROMPT, policy, 14)
     assert out == f"{text}\n"
-    assert f"{len(tokens)} tokens" in err and str(cache.policy) in err
+    for name, count in (("prefill", len(tiny[1](PROMPT).input_ids)), ("decode", len(tokens))):
+        assert re.search(rf"^ +{name} +{count} tokens, [\d,]+ tokens/s$", err, re.MULTILINE)
+    assert str(cache.policy) in err
     found = json.loads(generate([PROMPT, "--policy", policy, "--new", "14", "--json"])[0])
     (run,) = found["runs"]
     assert (run["text"], run["tokens"]) == (text, tokens)
