@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton import knobs
 
@@ -57,7 +56,7 @@ def score_channel_groups(
         return None
     # Without zeros, scales take their place as an argument, which a program with HAS_ZERO=False does not read.
     zero = zero if zero.shape[-1] else scale
-    sizes["BLOCK"] = max(2 * LEAST, min(SCORED, triton.next_power_of_2(slots)))
+    sizes["BLOCK"] = max(2 * LEAST, min(SCORED, _power_of_2(slots)))
     share, shares = _shares(slots, sizes["BLOCK"], batch * heads, PROGRAMS)
     out = queries.new_empty(batch, heads, group, slots)
     programs.score_channel_groups[batch * heads, shares](
@@ -150,7 +149,7 @@ def _channel_sizes(codes: Tensor, scale: Tensor, group: int, dim: int, bits: int
         return None
     size = dim // scale.shape[3]
     run = math.gcd(sizes["W"], size)
-    return sizes | {"SIZE": size, "RUN": run, "LANES": max(LEAST, triton.next_power_of_2(run))}
+    return sizes | {"SIZE": size, "RUN": run, "LANES": max(LEAST, _power_of_2(run))}
 
 
 def _sizes(codes: Tensor, scale: Tensor, group: int, dim: int, bits: int) -> dict[str, Any] | None:
@@ -160,10 +159,15 @@ def _sizes(codes: Tensor, scale: Tensor, group: int, dim: int, bits: int) -> dic
     is_near = slots * max(codes.stride(2), scale.stride(2), group) < 2**31
     if codes.stride(-1) != 1 or scale.stride(-1) != 1 or group > MOST_HEADS or 8 % bits or not slots or not is_near:
         return None
-    heads = max(LEAST // 4, triton.next_power_of_2(group))
-    lanes = max(LEAST, triton.next_power_of_2(width))
+    heads = max(LEAST // 4, _power_of_2(group))
+    lanes = max(LEAST, _power_of_2(width))
     in_python = knobs.runtime.interpret
     return {"G": group, "HEADS": heads, "D": dim, "W": width, "BITS": bits, "LANES": lanes, "IN_PYTHON": in_python}
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of two from a positive number on."""
+    return 1 << (number - 1).bit_length()
 
 
 def _shares(slots: int, block: int, programs: int, most: int) -> tuple[int, int]:
@@ -175,9 +179,9 @@ def _shares(slots: int, block: int, programs: int, most: int) -> tuple[int, int]
         programs: Programs if each reads all slots of a head.
         most: Programs that fill a GPU.
     """
-    blocks = triton.cdiv(slots, block)
-    share = triton.cdiv(blocks, min(blocks, max(1, most // programs)))
-    return share * block, triton.cdiv(blocks, share)
+    blocks = -(-slots // block)
+    share = -(-blocks // min(blocks, max(1, most // programs)))
+    return share * block, -(-blocks // share)
 
 
 READS: dict[str, Callable[..., Tensor | None]] = {
